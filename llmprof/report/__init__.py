@@ -1,0 +1,1 @@
+"""A Profile in, numbers or text out."""

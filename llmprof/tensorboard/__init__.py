@@ -1,0 +1,1 @@
+"""Our tab in TensorBoard. Nothing here imports torch or pandas."""
