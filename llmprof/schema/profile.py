@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from llmprof.schema.workload import Workload
+
 FORMAT_VERSION = 1
 
 PHASES = (
@@ -243,7 +245,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step, measured or predicted: a manifest and tables that may be empty."""
+    """One training step, measured or predicted: a manifest, tables that may be empty, and the Workload if traced."""
 
     manifest: Manifest
     steps: tuple[StepRow, ...] = ()
@@ -254,6 +256,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[MemoryRow, ...] = ()
     host: tuple[HostRow, ...] = ()
     sources: tuple[SourceRow, ...] = ()
+    workload: Workload | None = None
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
