@@ -1,0 +1,141 @@
+"""Profiles built by hand, small enough to check every number on paper."""
+
+from __future__ import annotations
+
+from llmprof.schema.profile import (
+    CollectiveRow,
+    Manifest,
+    MemoryRow,
+    OperatorRow,
+    PhaseRow,
+    Profile,
+    RankClass,
+    SourceRow,
+    SpanRow,
+    StepRow,
+)
+
+STEP_US = 1000.0
+WINDOW_US = 1250.0
+PHASE_SHARES = {
+    "forward": 0.30,
+    "backward_input": 0.24,
+    "backward_weight": 0.16,
+    "optimizer": 0.10,
+    "communication": 0.12,
+    "host": 0.06,
+    "idle": 0.02,
+}
+"""Shares of the step of every rank; they sum to 1."""
+
+
+def operator(rank: int = 0, **changes: object) -> OperatorRow:
+    """A matmul of the MLP in the forward pass; 8 calls of 30 us each."""
+    values: dict[str, object] = {
+        "rank": rank,
+        "op": "aten::mm",
+        "family": "matmul",
+        "module": "layers.0.mlp.up",
+        "phase": "forward",
+        "shapes": "64x128,128x256",
+        "dtype": "float32",
+        "device": "cpu",
+        "count": 8.0,
+        "time_us": 30.0,
+        "time_iqr_us": 1.0,
+        "time_n": 24,
+        "exclusive_us": 240.0,
+        "host_us": 2.0,
+        "flops": 2 * 64 * 128 * 256,
+        "bytes": 4 * (64 * 128 + 128 * 256 + 64 * 256),
+    }
+    return OperatorRow(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _operators(rank: int) -> tuple[OperatorRow, ...]:
+    return (
+        operator(rank),
+        operator(rank, module="layers.1.mlp.up", exclusive_us=200.0, time_us=25.0),
+        operator(rank, op="aten::mul", family="elementwise", module="layers.0.norm", exclusive_us=10.0, flops=0),
+        operator(rank, phase="backward_weight", exclusive_us=150.0),
+        operator(rank, op="aten::_fused_adamw_", family="optimizer", module="optimizer", phase="optimizer",
+                 count=1.0, time_us=125.0, exclusive_us=125.0, flops=0),
+    )  # fmt: skip
+
+
+def measured(
+    *, ranks: int = 2, steps: int = 12, slow_us: float = 0.0, layout: str = "dp=2", tokens: int | None = 512
+) -> Profile:
+    """A run: `steps` plain steps of 1000 us, then a window of 3 steps of 1250 us.
+
+    Rank r is r us slower; `slow_us` is added to every second step.
+    """
+    last = steps + 3
+    rows = [
+        StepRow(
+            rank=rank,
+            step=step,
+            start_us=1300.0 * step,
+            duration_us=WINDOW_US if step >= steps else STEP_US + rank + slow_us * (step % 2),
+            tokens=tokens,
+            sequences=4,
+            instrumented=step >= steps,
+        )
+        for rank in range(ranks)
+        for step in range(last)
+    ]
+    phases = [
+        PhaseRow(rank=rank, step=step, phase=phase, exclusive_us=share * WINDOW_US)
+        for rank in range(ranks)
+        for step in range(steps, last)
+        for phase, share in PHASE_SHARES.items()
+    ]
+    return Profile(
+        manifest=Manifest(
+            name="tiny",
+            created="2026-01-02T03:04:05Z",
+            world_size=ranks,
+            rank_classes=tuple(RankClass(rank=rank, count=1) for rank in range(ranks)),
+            layout=layout,
+            window=tuple(range(steps, last)),
+            model_flops_per_step=4e6,
+            peak_flops=1e10,
+            attributed_fraction=0.985,
+            root_fraction=0.004,
+        ),
+        steps=tuple(rows),
+        phases=tuple(phases),
+        operators=tuple(row for rank in range(ranks) for row in _operators(rank)),
+        collectives=tuple(collective(rank) for rank in range(ranks) if ranks > 1),
+        spans=tuple(span(rank) for rank in range(ranks)),
+        memory=tuple(
+            MemoryRow(rank=rank, category=category, size_bytes=size + rank)
+            for rank in range(ranks)
+            for category, size in (("parameters", 4_000_000), ("optimizer", 8_000_000), ("peak", 21_000_000))
+        ),
+        sources=tuple(source(rank) for rank in range(ranks)),
+    )
+
+
+def collective(rank: int = 0) -> CollectiveRow:
+    """Two all-reduces of 4 MB, 100 us each, of which 150 us a step are exposed."""
+    return CollectiveRow(
+        rank=rank, kind="all_reduce", axis="dp", group_size=2, size_bytes=4_000_000, dtype="float32",
+        backend="gloo", count=2.0, time_us=100.0, time_iqr_us=4.0, time_n=6, exposed_us=150.0,
+    )  # fmt: skip
+
+
+def span(rank: int = 0) -> SpanRow:
+    """The forward matmul of the first operator row."""
+    return SpanRow(
+        rank=rank, stream="main", name="aten::mm", phase="forward", start_us=10.0, duration_us=30.0,
+        table="operators", row=0,
+    )  # fmt: skip
+
+
+def source(rank: int = 0) -> SourceRow:
+    """A CPU rank."""
+    return SourceRow(
+        rank=rank, hostname="node0", device="cpu", device_name="AMD EPYC 7R13", device_count=1, threads=1,
+        memory_bytes=16_000_000_000, backend="gloo", clock="perf_counter", software="torch 2.13.0",
+    )  # fmt: skip
