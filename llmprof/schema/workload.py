@@ -6,6 +6,8 @@ b (sequences in the microbatch) and s (tokens in a sequence), exact over the tra
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 WORKLOAD_VERSION = 1
@@ -15,7 +17,11 @@ MONOMIALS = ("1", "b", "s", "bs", "ss", "bss")
 
 
 class Poly(msgspec.Struct, frozen=True, array_like=True):
-    """An integer polynomial c + cb*b + cs*s + cbs*b*s + css*s*s + cbss*b*s*s."""
+    """An integer polynomial c + cb*b + cs*s + cbs*b*s + css*s*s + cbss*b*s*s, divided by `div`, rounded up.
+
+    `div` > 1 is a dimension sharded over the tensor-parallel group, such as s / 8 under sequence
+    parallelism; the first rank holds the larger share when it does not divide.
+    """
 
     c: int = 0
     cb: int = 0
@@ -23,21 +29,26 @@ class Poly(msgspec.Struct, frozen=True, array_like=True):
     cbs: int = 0
     css: int = 0
     cbss: int = 0
+    div: int = 1
 
     def at(self, batch: int, seq: int) -> int:
         """Value at a batch (sequences per microbatch) and a sequence length (tokens)."""
         constant_and_batch = self.c + self.cb * batch
-        return constant_and_batch + seq * (self.cs + self.cbs * batch + seq * (self.css + self.cbss * batch))
+        value = constant_and_batch + seq * (self.cs + self.cbs * batch + seq * (self.css + self.cbss * batch))
+        return -(-value // self.div)
 
     def plus(self, other: Poly) -> Poly:
-        """Coefficient-wise sum."""
+        """Coefficient-wise sum, over the common denominator; exact where both divisions are."""
+        div = math.lcm(self.div, other.div)
+        mine, theirs = div // self.div, div // other.div
         return Poly(
-            self.c + other.c,
-            self.cb + other.cb,
-            self.cs + other.cs,
-            self.cbs + other.cbs,
-            self.css + other.css,
-            self.cbss + other.cbss,
+            mine * self.c + theirs * other.c,
+            mine * self.cb + theirs * other.cb,
+            mine * self.cs + theirs * other.cs,
+            mine * self.cbs + theirs * other.cbs,
+            mine * self.css + theirs * other.css,
+            mine * self.cbss + theirs * other.cbss,
+            div,
         )
 
 
