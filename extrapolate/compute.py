@@ -1,0 +1,191 @@
+"""Operator prices: from an operator with local shapes to seconds on a device, measured, interpolated or assumed.
+
+Three sources, in this order: a measured row with the same operator, shapes, dtype and attributes; measured
+neighbours of the same operator (else family) and dtype, interpolated in efficiency space; the device's roofline
+with the efficiencies of `llmprof.schema.priors`. Rows measured on one device price only that device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from llmprof.errors import ClusterError
+from llmprof.extrapolate.measured import MeasuredOperators, Work
+from llmprof.schema.cluster import Device
+from llmprof.schema.operators import (
+    MATMUL_FAMILIES,
+    Tensor,
+    bytes_moved,
+    family,
+    flops,
+    format_shapes,
+    is_free,
+)
+from llmprof.schema.priors import Priors, load_priors
+from llmprof.schema.profile import Profile
+
+KINDS = ("measured", "interpolated", "assumed")
+
+
+class OpPrice(NamedTuple):
+    """What one call costs.
+
+    Attributes:
+        time_s: device time (on a CPU: the operator's own wall time); 0 for views and allocations.
+        spread: standard deviation of the natural logarithm of `time_s`.
+        kind: one of KINDS.
+        family: operator family, or "link:NAME" for a collective; errors of one family are shared.
+        neighbours: the measured rows behind it, in text; empty when assumed.
+        host_s: host time to launch it (on a CPU: the gap before it, and a view's own time).
+    """
+
+    time_s: float
+    spread: float
+    kind: str
+    family: str
+    neighbours: tuple[str, ...] = ()
+    host_s: float = 0.0
+
+
+def is_same_device(profile: Profile, device: Device) -> bool:
+    """True when a profile was measured on this kind of device, so that its times price it."""
+    for source in profile.sources:
+        names = {n.lower() for n in (device.name, *device.aliases)}
+        if source.device == device.kind and source.device_name.lower() in names:
+            return True
+    return False
+
+
+class OperatorPrices:
+    """Prices operators on one device.
+
+    Args:
+        profile: where measured rows come from.
+        device: what is priced.
+        same_device: whether the rows were measured on this kind of device; if not, none is used.
+        priors: efficiencies and launch times where nothing is measured.
+    """
+
+    def __init__(
+        self, profile: Profile, device: Device, *, same_device: bool, priors: Priors | None = None
+    ) -> None:
+        self.device = device
+        self.same_device = same_device
+        self._priors = priors or load_priors()
+        self._measured = MeasuredOperators(profile if same_device else None)
+        self._cache: dict[tuple[object, ...], OpPrice] = {}
+        self._host_us, self._host_kind = self._dispatch(profile)
+
+    def price(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        attributes: frozenset[str] = frozenset(),
+    ) -> OpPrice:
+        """Cost of one call.
+
+        Args:
+            op: full operator name.
+            inputs, outputs: tensors with local shapes.
+            attributes: what changes the cost beside shapes, such as "causal".
+        """
+        key = (op, tuple(inputs), tuple(outputs), attributes)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._price(op, inputs, outputs, attributes)
+        return found
+
+    def host_us(self) -> float:
+        """Host time between two operators (CPU) or to launch one (GPU), microseconds."""
+        return self._host_us
+
+    def host_kind(self) -> str:
+        """Whether `host_us` is "measured" or "assumed"."""
+        return self._host_kind
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What is assumed about the device and the host, one sentence each."""
+        lines = (
+            []
+            if self.same_device
+            else [
+                f"no operator was measured on {self.device.name}: times are its roofline with {self._priors.source}"
+            ]
+        )
+        if self._host_kind == "assumed":
+            lines.append(f"host time of {self._host_us:g} us for each launched operator is assumed")
+        return tuple(lines)
+
+    def _dispatch(self, profile: Profile) -> tuple[float, str]:
+        if self.same_device:
+            rows = [r for r in profile.host if r.name == "dispatch_us_per_operator"]
+            if rows:
+                return sum(r.value for r in rows) / len(rows), "measured"
+        return (self._priors.cpu_gap_us if self.device.kind == "cpu" else self._priors.launch_us), "assumed"
+
+    def _price(
+        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: frozenset[str]
+    ) -> OpPrice:
+        kind = family(op)
+        gap_s = self._host_us * 1e-6
+        if is_free(op):
+            own_s = self._measured.free_time_s(op) if self.device.kind == "cpu" else 0.0
+            return OpPrice(0.0, 0.0, self._host_kind, kind, (), gap_s + own_s)
+        dtype = inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
+        shapes = format_shapes(inputs)
+        exact = self._measured.exact(op, shapes, dtype, attributes)
+        if exact is not None:
+            text = f"{op} {shapes} {dtype}"
+            return OpPrice(exact.time_s, exact.spread, "measured", kind, (text,), gap_s)
+        work = Work(
+            flops=flops(op, inputs, outputs, attributes) if kind in MATMUL_FAMILIES else 0,
+            bytes=bytes_moved(op, inputs, outputs),
+        )
+        near = self._measured.interpolate(op, kind, dtype, work)
+        if near is not None:
+            return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
+        time_s, spread = self.roofline(kind, dtype, work)
+        return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
+
+    def roofline(self, kind: str, dtype: str, work: Work) -> tuple[float, float]:
+        """Launch floor plus the slower of arithmetic and memory, and the spread of the efficiency behind it.
+
+        time = floor + max(flops / (e peak), bytes / (e_bw bandwidth)); on a CPU the floor is that of a CPU kernel.
+        """
+        prior = self._priors.family(kind)
+        floor_s = (self._priors.cpu_floor_us if self.device.kind == "cpu" else self._priors.floor_us) * 1e-6
+        memory_s = work.bytes / (prior.bandwidth_efficiency * self.device.bandwidth_bytes_per_s)
+        compute_s = 0.0
+        if work.flops:
+            compute_s = work.flops / (prior.flops_efficiency * peak_flops(self.device, dtype))
+        return floor_s + max(compute_s, memory_s), prior.spread
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Dense peak of a dtype; one that the device does not list runs at the rate of the next wider one listed.
+
+    Raises:
+        ClusterError: no listed dtype can stand in.
+    """
+    for candidate in (dtype, *_WIDER.get(dtype, ()), "float32"):
+        if candidate in device.peak_flops:
+            return device.peak_flops[candidate]
+    best = max(device.peak_flops.values(), default=-inf)
+    if best <= 0:
+        raise ClusterError(
+            f"device {device.name!r} lists no peak for {dtype}",
+            hint="add it to peak_flops in its description",
+        )
+    return best
+
+
+_WIDER = {
+    "float8": ("bfloat16", "float16"),
+    "float8_e4m3fn": ("float8", "bfloat16", "float16"),
+    "float8_e5m2": ("float8", "bfloat16", "float16"),
+    "bfloat16": ("float16",),
+    "float16": ("bfloat16",),
+}

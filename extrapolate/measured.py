@@ -1,0 +1,179 @@
+"""Measured operator rows as a lookup: exact keys, and interpolation between neighbours in efficiency space."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import exp, log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmprof.schema.operators import MATMUL_FAMILIES, split_name
+from llmprof.schema.profile import OperatorRow, Profile
+
+NORMAL_IQR = 1.349
+"""Interquartile range of a normal distribution in standard deviations."""
+MIN_SPREAD = 0.02
+LONE_SPREAD = 0.4
+"""Spread of a curve with too few rows for residuals: assumed."""
+SPREAD_PER_OCTAVE = 0.08
+"""Growth of the spread for each doubling of the work outside the measured range: assumed."""
+MAX_SPREAD = 1.2
+_NEIGHBOURS = 4
+
+
+class Work(NamedTuple):
+    """Arithmetic and memory traffic of one call."""
+
+    flops: int
+    bytes: int
+
+
+class Estimate(NamedTuple):
+    """A time with the standard deviation of its logarithm and the rows behind it."""
+
+    time_s: float
+    spread: float
+    rows: tuple[str, ...] = ()
+
+
+class _Curve(NamedTuple):
+    """Rows of one operator or family: log coordinates (n, 2) of flops and bytes, log of work per second (n,)."""
+
+    points: NDArray[np.float64]
+    log_rate: NDArray[np.float64]
+    names: tuple[str, ...]
+    by_flops: bool
+    residual: float
+
+
+class MeasuredOperators:
+    """What a profile measured of operators; empty when `profile` is None.
+
+    Rows with equal keys (other modules, phases, ranks) become one: their count-weighted mean, so that the
+    captured step adds up to what was measured.
+    """
+
+    def __init__(self, profile: Profile | None) -> None:
+        rows = profile.operators if profile else ()
+        timed = [r for r in rows if r.time_us > 0]
+        self._exact = _merge(timed, strict=True)
+        self._loose = _merge(timed, strict=False)
+        self._free = _free_times(timed)
+        self._floor_s = min((r.time_us * 1e-6 for r in timed if _costs(r)), default=0.0)
+        self._curves = _curves(timed)
+
+    def exact(self, op: str, shapes: str, dtype: str, attributes: frozenset[str]) -> Estimate | None:
+        """The measured time of this operator with these shapes, or None; `add_` stands in for `add`."""
+        text = ",".join(sorted(attributes))
+        return self._exact.get((op, shapes, dtype, text)) or self._loose.get((_bare(op), shapes, dtype, text))
+
+    def free_time_s(self, op: str) -> float:
+        """Own host time of a view or allocation: its mean, else the mean of all of them, else 0."""
+        return self._free.get(_bare(op), self._free.get("", 0.0))
+
+    def interpolate(self, op: str, family: str, dtype: str, work: Work) -> Estimate | None:
+        """Time from neighbours of the same operator, else of the same family; None when there are none.
+
+        Efficiency (work per second) is interpolated over the logarithms of flops and bytes with inverse-distance
+        weights of the nearest rows; outside the measured range it stays flat.
+        """
+        for key in ((_bare(op), dtype), (f"family:{family}", dtype)):
+            curve = self._curves.get(key)
+            if curve is not None and (work.flops if curve.by_flops else work.bytes):
+                return self._from_curve(curve, work)
+        return None
+
+    def _from_curve(self, curve: _Curve, work: Work) -> Estimate:
+        at = np.array([log(max(work.flops, 1)), log(max(work.bytes, 1))])
+        log_rate, nearest = _weighted(curve.points, curve.log_rate, at)
+        amount = work.flops if curve.by_flops else work.bytes
+        time_s = max(amount / exp(log_rate), self._floor_s)
+        column = curve.points[:, 0 if curve.by_flops else 1]
+        outside = max(0.0, float(column.min()) - log(amount), log(amount) - float(column.max())) / log(2)
+        spread = min(MAX_SPREAD, curve.residual + SPREAD_PER_OCTAVE * outside)
+        return Estimate(time_s, spread, tuple(curve.names[i] for i in nearest))
+
+
+def _weighted(
+    points: NDArray[np.float64], values: NDArray[np.float64], at: NDArray[np.float64]
+) -> tuple[float, list[int]]:
+    """Inverse-square-distance mean of the nearest values, and their indices."""
+    distance = ((points - at) ** 2).sum(axis=1)
+    nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
+    weight = 1.0 / (distance[nearest] + 1e-6)
+    return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
+
+
+def _merge(rows: Iterable[OperatorRow], *, strict: bool) -> dict[tuple[str, str, str, str], Estimate]:
+    groups: dict[tuple[str, str, str, str], list[OperatorRow]] = defaultdict(list)
+    for row in rows:
+        name = row.op if strict else _bare(row.op)
+        groups[name, row.shapes, row.dtype, row.attributes].append(row)
+    return {key: _mean(group) for key, group in groups.items()}
+
+
+def _mean(rows: list[OperatorRow]) -> Estimate:
+    """Count-weighted mean of the medians; the spread has the rows' own IQR and their disagreement."""
+    weight = np.array([max(r.count, 1e-9) for r in rows])
+    time = np.array([r.time_us * 1e-6 for r in rows])
+    own = np.array([r.time_iqr_us / NORMAL_IQR / r.time_us for r in rows])
+    mean = float((weight * time).sum() / weight.sum())
+    variance = float((weight * (own**2 + np.log(time / mean) ** 2)).sum() / weight.sum())
+    return Estimate(mean, min(MAX_SPREAD, max(MIN_SPREAD, variance**0.5)))
+
+
+def _free_times(rows: Iterable[OperatorRow]) -> dict[str, float]:
+    """Mean time of each view or allocation by bare name, and of all of them under ""."""
+    groups: dict[str, list[OperatorRow]] = defaultdict(list)
+    for row in rows:
+        if not _costs(row):
+            groups[_bare(row.op)].append(row)
+            groups[""].append(row)
+    return {name: _mean(group).time_s for name, group in groups.items()}
+
+
+def _curves(rows: Iterable[OperatorRow]) -> dict[tuple[str, str], _Curve]:
+    groups: dict[tuple[str, str], dict[str, list[OperatorRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if _costs(row) and (row.bytes or row.flops):
+            for name in (_bare(row.op), f"family:{row.family}"):
+                groups[name, row.dtype][f"{_bare(row.op)} {row.shapes} {row.attributes}"].append(row)
+    return {key: _curve(list(group.values())) for key, group in groups.items()}
+
+
+def _curve(groups: list[list[OperatorRow]]) -> _Curve:
+    by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in groups)
+    points, rates, names = [], [], []
+    for group in groups:
+        row, time_s = group[0], _mean(group).time_s
+        work = row.flops if by_flops else row.bytes
+        if work > 0:
+            points.append((log(max(row.flops, 1)), log(max(row.bytes, 1))))
+            rates.append(log(work / time_s))
+            names.append(f"{row.op} {row.shapes} {row.dtype}")
+    coordinates, log_rate = np.array(points).reshape(-1, 2), np.array(rates)
+    return _Curve(coordinates, log_rate, tuple(names), by_flops, _residual(coordinates, log_rate))
+
+
+def _residual(points: NDArray[np.float64], log_rate: NDArray[np.float64]) -> float:
+    """Root mean square of leave-one-out errors, between MIN_SPREAD and MAX_SPREAD; LONE_SPREAD under 3 rows."""
+    n = len(log_rate)
+    if n < 3:
+        return LONE_SPREAD
+    errors = []
+    for i in range(n):
+        rest = np.arange(n) != i
+        predicted, _ = _weighted(points[rest], log_rate[rest], points[i])
+        errors.append(predicted - log_rate[i])
+    return float(np.clip(np.sqrt(np.mean(np.square(errors))), MIN_SPREAD, MAX_SPREAD))
+
+
+def _costs(row: OperatorRow) -> bool:
+    return row.family not in ("view", "allocation", "collective")
+
+
+def _bare(op: str) -> str:
+    return split_name(op)[1].removesuffix("_")

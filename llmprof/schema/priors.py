@@ -1,0 +1,81 @@
+"""Priors: efficiencies, launch times and link efficiencies where nothing was measured, with their sources."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+_FILE = Path(__file__).parent / "catalogue" / "_priors.json"
+
+
+class FamilyPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a family reaches of the roofline.
+
+    Attributes:
+        flops_efficiency: of the dense peak, for operators with a matmul.
+        bandwidth_efficiency: of the memory bandwidth.
+        spread: standard deviation of the logarithm of the time.
+        source: where the numbers come from, with the fit error when they were fitted; "assumed" when they were not.
+    """
+
+    flops_efficiency: float
+    bandwidth_efficiency: float
+    spread: float
+    source: str
+
+
+class LinkPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a collective library reaches of a link.
+
+    Attributes:
+        bandwidth_efficiency: of the link's bandwidth, for large messages.
+        base_latency_us: of one call, beside the link's latency for each step.
+        spread: standard deviation of the logarithm of the time.
+        source: where the numbers come from.
+    """
+
+    bandwidth_efficiency: float
+    base_latency_us: float
+    spread: float
+    source: str
+
+
+class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a forecast takes for granted when it has no measurement.
+
+    Attributes:
+        floor_us, cpu_floor_us: shortest time of a kernel.
+        launch_us: host time to launch one operator on a GPU; `launch_spread` of its logarithm.
+        cpu_gap_us: host time between two operators on a CPU.
+        mfu: of a run about which nothing is known.
+        families: by operator family; "default" for the rest.
+        links: by collective library.
+        source: one short phrase for a list of assumptions.
+    """
+
+    floor_us: float
+    cpu_floor_us: float
+    launch_us: float
+    launch_spread: float
+    cpu_gap_us: float
+    mfu: float
+    families: dict[str, FamilyPrior]
+    links: dict[str, LinkPrior]
+    source: str
+    sources: dict[str, str] = {}
+
+    def family(self, name: str) -> FamilyPrior:
+        """The prior of an operator family."""
+        return self.families.get(name, self.families["default"])
+
+    def link(self, backend: str) -> LinkPrior:
+        """The prior of a collective library."""
+        return self.links.get(backend, self.links["default"])
+
+
+@lru_cache(maxsize=1)
+def load_priors() -> Priors:
+    """The priors that ship with the package."""
+    return msgspec.json.decode(_FILE.read_bytes(), type=Priors)
