@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
@@ -65,16 +66,16 @@ def show_text(
     """
     parts: list[RenderableType] = [header(breakdown), warning_lines(breakdown.warnings)]
     if breakdown.phases:
-        parts += [_heading("Where the step goes"), phase_bars(breakdown), _attribution(breakdown)]
+        parts += [heading("Where the step goes"), phase_bars(breakdown), _attribution(breakdown)]
     if groups:
-        parts += [_heading(f"Top {_PLURAL[by]}", _of(top, groups)), operator_table(groups[:top], by=by)]
+        parts += [heading(f"Top {_PLURAL[by]}", _of(top, groups)), operator_table(groups[:top], by=by)]
     if modules and by != "module":
-        parts += [_heading("Top modules", _of(top, modules)), operator_table(modules[:top], by="module")]
+        parts += [heading("Top modules", _of(top, modules)), operator_table(modules[:top], by="module")]
     if breakdown.collectives:
         shown = breakdown.collectives[:top]
-        parts += [_heading("Collectives", _of(top, breakdown.collectives)), collective_table(shown)]
+        parts += [heading("Collectives", _of(top, breakdown.collectives)), collective_table(shown)]
     if breakdown.memory_bytes:
-        parts += [_heading("Memory", "per device, largest rank"), memory_table(breakdown.memory_bytes)]
+        parts += [heading("Memory", "per device, largest rank"), memory_table(breakdown.memory_bytes)]
     return Group(*parts)
 
 
@@ -176,13 +177,29 @@ def warning_lines(warnings: Iterable[str]) -> RenderableType:
     return Group(Text(), *lines) if lines else Group()
 
 
+def heading(title: str, note: str = "") -> RenderableType:
+    """A bold line with an empty one above it, and a note beside it."""
+    return Text.assemble("\n", (title, "bold"), (f"  {note}" if note else "", "dim"))
+
+
+def checks_text(found: Mapping[str, Any]) -> RenderableType:
+    """What `llmprof doctor` found: versions, then one line for each check and a hint where it failed."""
+    versions = ", ".join(f"{name} {number or 'missing'}" for name, number in found["versions"].items())
+    table = Table.grid(padding=(0, 2))
+    for check in found["checks"]:
+        mark = Text("ok", style="green") if check["ok"] else Text("--", style="yellow")
+        detail = Text(check["detail"])
+        if check["hint"]:
+            detail.append(f"\n{check['hint']}", style="dim")
+        table.add_row(mark, check["name"], detail)
+    return Group(
+        Text(f"python {found['python']} on {found['platform']}"), Text(versions, style="dim"), Text(), table
+    )
+
+
 def plain_table() -> Table:
     """A table without lines, as wide as the terminal."""
     return Table(box=None, expand=True, pad_edge=False, padding=(0, 1), header_style="dim")
-
-
-def _heading(title: str, note: str = "") -> RenderableType:
-    return Text.assemble("\n", (title, "bold"), (f"  {note}" if note else "", "dim"))
 
 
 def _of(top: int, rows: Sequence[object]) -> str:

@@ -67,8 +67,7 @@ def three_digits(value: float) -> str:
 
 
 def _scaled(value: float, *, gap: str) -> str:
-    factor, unit = _DECIMAL_UNITS[0]
-    for factor, unit in reversed(_DECIMAL_UNITS):
-        if abs(value) >= factor * 0.9995:
-            break
+    factor, unit = next(
+        ((f, u) for f, u in reversed(_DECIMAL_UNITS) if abs(value) >= f * 0.9995), _DECIMAL_UNITS[0]
+    )
     return f"{three_digits(value / factor)}{gap}{unit}"
