@@ -1,13 +1,17 @@
 """Operator families, FLOPs and bytes: from an operator's name and tensor shapes to what it does. No torch.
 
-A new family is one row in `_FAMILIES`; a new FLOP formula is one small function registered by name.
+A new family is one row in `_FAMILIES`; FLOP formulas are in `llmprof.schema.flop_formulas`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
+
+from llmprof.schema.flop_formulas import flop_formula
 
 
 class Tensor(NamedTuple):
@@ -40,29 +44,54 @@ ITEM_BYTES = {
 MATMUL_FAMILIES = ("matmul", "batched_matmul", "attention", "convolution")
 
 _FAMILIES: dict[str, tuple[str, ...]] = {
-    "matmul": ("mm", "addmm", "linear", "addmv", "mv", "dot", "_scaled_mm", "linear_backward"),
-    "batched_matmul": ("bmm", "baddbmm", "_grouped_mm"),
-    "attention": ("scaled_dot_product_", "_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
-    "convolution": ("convolution", "_convolution", "convolution_backward", "mkldnn_convolution", "cudnn_convolution"),
-    "normalization": ("native_layer_norm", "native_batch_norm", "native_group_norm", "rms_norm", "_fused_rms_norm"),
-    "softmax_loss": ("_log_softmax", "_softmax", "nll_loss", "cross_entropy", "mse_loss", "log_softmax"),
-    "embedding": ("embedding", "index_select", "gather", "index_put", "index_add", "scatter"),
-    "optimizer": ("_fused_adam", "_foreach_"),
-    "reduction": ("sum", "mean", "amax", "max", "argmax", "norm", "linalg_vector_norm", "cumsum", "any", "all"),
-    "copy": ("copy_", "clone", "contiguous", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat"),
-    "random": ("normal_", "uniform_", "bernoulli_", "native_dropout", "dropout", "randperm", "random_"),
-    "fill": ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange"),
+    "matmul": ("mm", "addmm", "linear", "addmv", "mv", "dot", "vdot", "_scaled_mm", "_int_mm", "_addmm_activation"),
+    "batched_matmul": ("bmm", "baddbmm", "addbmm", "_grouped_mm", "_scaled_grouped_mm"),
+    "attention": (
+        "scaled_dot_product_*", "_scaled_dot_product_*", "_flash_attention_*", "_efficient_attention_*",
+        "_cudnn_attention_*", "_flash_attn_*", "flash_attn*",
+    ),
+    "convolution": ("*convolution*", "conv1d", "conv2d", "conv3d", "conv_transpose*", "slow_conv*", "_slow_conv*"),
+    "normalization": ("*layer_norm*", "*batch_norm*", "*group_norm*", "*rms_norm*", "*instance_norm*"),
+    "softmax_loss": ("*softmax*", "nll_loss*", "*cross_entropy*", "mse_loss*", "*l1_loss*", "kl_div*", "huber_loss*"),
+    "embedding": (
+        "embedding*", "_embedding_bag*", "index*", "_index_put_impl", "_unsafe_index*", "gather", "scatter*",
+        "masked_scatter*", "masked_select",
+    ),
+    "optimizer": ("_fused_adam*", "_fused_sgd*", "_fused_adagrad*", "_foreach_*", "_amp_foreach_*"),
+    "reduction": (
+        "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "norm", "linalg_vector_norm", "cumsum",
+        "cumprod", "any", "all", "prod", "var", "std", "var_mean", "std_mean", "logsumexp", "logcumsumexp", "topk",
+        "sort", "argsort", "nansum", "count_nonzero",
+    ),
+    "copy": (
+        "copy", "clone", "contiguous", "_to_copy", "to", "_to_cpu", "cat", "stack", "split_with_sizes_copy",
+        "chunk_cat", "_chunk_cat", "repeat", "repeat_interleave", "roll", "constant_pad_nd", "select_backward",
+        "slice_backward", "diagonal_backward", "unfold_backward", "tril", "triu", "all_gather_copy_in", "*_copy",
+    ),
+    "random": (
+        "normal", "uniform", "bernoulli", "exponential", "multinomial", "native_dropout", "dropout", "randperm",
+        "random", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
+    ),
+    "fill": (
+        "zero", "fill", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange", "new_zeros",
+        "new_ones", "new_full", "linspace", "scalar_tensor",
+    ),
     "view": (
         "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "detach",
-        "detach_", "permute", "as_strided", "as_strided_", "alias", "split", "split_with_sizes", "unbind", "chunk",
-        "reshape", "_reshape_alias", "unflatten", "flatten", "view_as", "expand_as", "lift_fresh", "wait_tensor",
-        "resize_", "set_", "view_as_real", "view_as_complex", "narrow", "unfold", "result_type", "resolve_conj",
+        "permute", "as_strided", "alias", "split", "split_with_sizes", "unbind", "chunk", "reshape", "_reshape_alias",
+        "unflatten", "flatten", "view_as", "expand_as", "lift_fresh", "wait_tensor", "resize", "set", "view_as_real",
+        "view_as_complex", "narrow", "unfold", "result_type", "resolve_conj", "resolve_neg", "_conj", "diagonal",
+        "movedim", "broadcast_to", "tensor_split", "unsafe_split", "unsafe_chunk", "swapaxes", "numpy_T", "item",
+        "_local_scalar_dense", "is_nonzero", "is_same_size", "sym_size", "data", "requires_grad", "retain_grad",
     ),
-    "allocation": ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "new_zeros"),
+    "allocation": ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
 }  # fmt: skip
-_PREFIX_FAMILIES = {"attention", "optimizer", "normalization", "softmax_loss", "convolution"}
-_EXACT = {name: family for family, names in _FAMILIES.items() for name in names}
-_PREFIXES = tuple((name, family) for family in sorted(_PREFIX_FAMILIES) for name in _FAMILIES[family])
+"""Bare names by family, without the trailing underscore of in-place forms; `*` matches anything.
+
+Exact names win over patterns, patterns are tried in this order, and "X_backward" belongs to X's family.
+"""
+_EXACT = {name: family for family, names in _FAMILIES.items() for name in names if "*" not in name}
+_PATTERNS = tuple((name, family) for family, names in _FAMILIES.items() for name in names if "*" in name)
 _COLLECTIVES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -106,19 +135,19 @@ def collective_kind(op: str) -> str:
     return _COLLECTIVES.get(name) or _COLLECTIVES.get(name.rstrip("_"), "")
 
 
+@lru_cache(maxsize=4096)
 def family(op: str) -> str:
     """Family of an operator; "elementwise" when nothing more special is known of an aten operator, else "other"."""
     namespace, name = split_name(op)
     if collective_kind(op):
         return "collective"
-    if name in _EXACT:
-        return _EXACT[name]
-    for prefix, found in _PREFIXES:
-        if name.startswith(prefix):
+    bare = name.rstrip("_") or name
+    for candidate in (name, bare, bare.removesuffix("_backward")):
+        if candidate in _EXACT:
+            return _EXACT[candidate]
+    for pattern, found in _PATTERNS:
+        if fnmatchcase(bare, pattern):
             return found
-    bare = name.removesuffix("_")
-    if bare in _EXACT:
-        return _EXACT[bare]
     if namespace == "fsdp":
         return "copy"
     return "elementwise" if namespace in ("aten", "prims") else "other"
@@ -135,38 +164,39 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def bytes_moved(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> int:
-    """Bytes read plus written once each.
+    """Bytes read plus written once each; 0 for views and allocations.
 
-    When the outputs are not known, one output is assumed: m x n for a matmul, the weight-gather result for
-    an embedding, else the largest input (the broadcast result of an elementwise operator).
+    When the outputs are not known they are guessed: m x n for a matmul, the gathered rows of an embedding, the first
+    list of a foreach operator, every list but the gradients of a fused optimizer, nothing of weight for a reduction,
+    else the largest input (the broadcast result of an elementwise operator).
     """
-    if is_free(op):
+    kind = family(op)
+    if kind in ("view", "allocation"):
         return 0
-    _, name = split_name(op)
-    if family(op) == "embedding" and name == "embedding" and len(inputs) >= 2:
+    name = split_name(op)[1]
+    if name == "embedding" and len(inputs) >= 2:
         table, index = inputs[0], inputs[1]
         rows = prod(index.shape) * (table.shape[-1] if table.shape else 1) * ITEM_BYTES.get(table.dtype, 4)
         return size_bytes(index) + 2 * rows
-    read = sum(size_bytes(t) for t in inputs)
+    read = 0 if kind == "fill" else sum(size_bytes(t) for t in inputs)
     if outputs:
         return read + sum(size_bytes(t) for t in outputs)
-    if name in ("mm", "bmm") and len(inputs) >= 2:
-        a, b = inputs[0], inputs[1]
-        return read + prod(a.shape[:-1]) * (b.shape[-1] if b.shape else 1) * ITEM_BYTES.get(a.dtype, 4)
-    return read + max((size_bytes(t) for t in inputs), default=0)
+    return read + _guessed_output_bytes(kind, name, inputs)
 
 
-FlopFormula = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]], frozenset[str]], int]
-_FLOPS: dict[str, FlopFormula] = {}
-
-
-def _formula(*names: str) -> Callable[[FlopFormula], FlopFormula]:
-    def register(function: FlopFormula) -> FlopFormula:
-        for name in names:
-            _FLOPS[name] = function
-        return function
-
-    return register
+def _guessed_output_bytes(kind: str, name: str, inputs: Sequence[Tensor]) -> int:
+    if not inputs or kind == "reduction":
+        return 0
+    if name in ("mm", "bmm", "addmm", "baddbmm", "linear") and len(inputs) >= 2:
+        a, b = inputs[1:3] if name in ("addmm", "baddbmm") and len(inputs) > 2 else inputs[:2]
+        columns = (b.shape[-2] if name == "linear" else b.shape[-1]) if len(b.shape) > 1 else 1
+        return prod(a.shape[:-1]) * columns * ITEM_BYTES.get(a.dtype, 4)
+    if kind == "optimizer":
+        first, gradients = inputs[0].group, 2
+        if name.startswith("_fused_"):
+            return sum(size_bytes(t) for t in inputs if t.group and t.group != gradients)
+        return sum(size_bytes(t) for t in inputs if t.group == first)
+    return max(size_bytes(t) for t in inputs)
 
 
 def flops(
@@ -182,111 +212,13 @@ def flops(
         inputs, outputs: tensors; 0-dim ones may be left out. Outputs matter to convolutions only.
         attributes: "causal" halves attention.
     """
-    _, name = split_name(op)
-    formula = _FLOPS.get(name) or next(
-        (f for prefix, f in _FLOPS.items() if prefix.endswith("*") and name.startswith(prefix[:-1])), None
-    )
+    formula = flop_formula(split_name(op)[1])
     if formula is None:
         return 0
     try:
         return formula([t.shape for t in inputs], [t.shape for t in outputs], attributes)
     except (IndexError, ValueError):
         return 0
-
-
-@_formula("mm", "_scaled_mm")
-def _mm(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # (m, k) x (k, n)
-    (m, k), (_, n) = inputs[0], inputs[1]
-    return 2 * m * k * n
-
-
-@_formula("addmm")
-def _addmm(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    return _mm(inputs[1:], outputs, attributes)
-
-
-@_formula("linear")
-def _linear(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # (..., k) x (n, k)
-    n, k = inputs[1]
-    return 2 * prod(inputs[0][:-1]) * k * n
-
-
-@_formula("bmm")
-def _bmm(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # (b, m, k) x (b, k, n)
-    (b, m, k), (_, _, n) = inputs[0], inputs[1]
-    return 2 * b * m * k * n
-
-
-@_formula("baddbmm")
-def _baddbmm(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    return _bmm(inputs[1:], outputs, attributes)
-
-
-def _attention(
-    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], attributes: frozenset[str]
-) -> int:
-    # query (b, h, s_q, d), key (b, h_kv, s_k, d), value (b, h_kv, s_k, d_v): two matmuls of 2 b h s_q s_k d each
-    b, h, s_q, d = query
-    s_k, d_v = key[2], value[3]
-    full = 2 * b * h * s_q * s_k * (d + d_v)
-    return full // 2 if "causal" in attributes else full
-
-
-@_formula(
-    "scaled_dot_product_attention",
-    "_scaled_dot_product_*",
-    "_flash_attention_forward",
-    "_efficient_attention_*",
-)
-def _attention_forward(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    return _attention(inputs[0], inputs[1], inputs[2], attributes)
-
-
-@_formula(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-)
-def _attention_backward(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # inputs are (grad_out, query, key, value, ...); five matmuls where the forward has two (scores are recomputed)
-    return _attention(inputs[1], inputs[2], inputs[3], attributes) * 5 // 2
-
-
-@_formula("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
-def _convolution(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # weight (c_out, c_in / groups, *kernel), output (b, c_out, *spatial)
-    weight, output = inputs[1], outputs[0]
-    return 2 * prod(output) * prod(weight[1:])
-
-
-@_formula("convolution_backward")
-def _convolution_backward(
-    inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]], attributes: frozenset[str]
-) -> int:
-    # inputs (grad_output, input, weight): one pass for the input's gradient, one for the weight's
-    grad_output, weight = inputs[0], inputs[2]
-    return 2 * 2 * prod(grad_output) * prod(weight[1:])
 
 
 def format_shapes(tensors: Sequence[Tensor]) -> str:
@@ -320,10 +252,15 @@ def parse_shapes(text: str, dtype: str = "float32") -> tuple[Tensor, ...]:
     group, groups = 0, 0
     for part in filter(None, text.split(",")):
         if part.startswith("["):
+            if group:
+                raise ValueError(f"a list opens inside a list in {text!r}")
             groups += 1
             group = groups
-        shape = tuple(int(n) for n in part.strip("[]").split("x"))
-        tensors.append(Tensor(shape, dtype, group))
+        tensors.append(Tensor(tuple(int(n) for n in part.strip("[]").split("x")), dtype, group))
         if part.endswith("]"):
+            if not group:
+                raise ValueError(f"a list closes that is not open in {text!r}")
             group = 0
+    if group:
+        raise ValueError(f"a list is not closed in {text!r}")
     return tuple(tensors)
