@@ -25,18 +25,25 @@ def matmul_result_shape(op: str, input_shapes: Sequence[Sequence[int]]) -> tuple
 
 
 def is_weight_gradient(
-    op: str, input_shapes: Sequence[Sequence[int]], parameter_shapes: Collection[Sequence[int]]
+    op: str,
+    input_shapes: Sequence[Sequence[int]],
+    parameter_shapes: Collection[Sequence[int]],
+    *,
+    transposed: bool | None = None,
 ) -> bool:
     """True when an operator of the backward pass computes the gradient of a parameter.
 
     That is a matmul whose result has the shape of a parameter or of its transpose, or an operator that can
-    only produce a parameter's gradient (embedding, gradient accumulation happens elsewhere).
+    only produce a parameter's gradient (that of an embedding's table).
 
     Args:
         op: full operator name, such as "aten::mm".
         input_shapes: local shapes of its tensor inputs, 0-dim ones left out.
         parameter_shapes: shapes of the parameters that may be meant: those of the module that owns the
             operator (local shapes when sharded inside the matmul), or of the whole model.
+        transposed: the left factor is a transposed view, when known. It decides where shapes cannot: with as
+            many tokens as output features both gradients are products of equally shaped matrices, and the
+            weight's is grad_output^T x input.
     """
     _, name = split_name(op)
     if name in _WEIGHT_GRADIENTS:
@@ -44,5 +51,13 @@ def is_weight_gradient(
     result = matmul_result_shape(op, input_shapes)
     if result is None:
         return False
-    transposed = (*result[:-2], result[-1], result[-2])
-    return any(tuple(shape) in (result, transposed) for shape in parameter_shapes)
+    shapes = {tuple(shape) for shape in parameter_shapes}
+    if not shapes & {result, _transpose(result)}:
+        return False
+    factors = [tuple(shape) for shape in input_shapes[_FIRST_FACTOR[name] :][:2]]
+    ambiguous = any(shapes & {factor, _transpose(factor)} for factor in factors)
+    return transposed if ambiguous and transposed is not None else True
+
+
+def _transpose(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])

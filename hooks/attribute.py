@@ -1,0 +1,320 @@
+"""Events in, calls of operators and collectives out, each with the module and the phase that it belongs to."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from llmprof.hooks.events import COMPOSITE, GLOO_PREFIX, NODE, OPERATOR, DeviceEvent, Event, Scalar
+from llmprof.hooks.modules import ModuleNames
+from llmprof.hooks.phases import is_weight_gradient
+from llmprof.schema.operators import Tensor, collective_kind, family
+
+MODULE_SCOPE, STEP_SCOPE = "##module ", "##step "
+"""Prefixes of the scopes that the recorder opens: a module's number, a step's index."""
+
+OPTIMIZER, INPUT = "optimizer", "input"
+"""Owners that are no modules."""
+
+_FSDP_MODULE = re.compile(r"^FSDP::\w+(?: for)? \(?([^()]+)\)?$")
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_WAIT = "_c10d_functional::wait_tensor"
+
+
+class Owner(NamedTuple):
+    """Who runs an operator: a module's FQN, "optimizer" or "input".
+
+    `attributed` is False when it is known that a module below did; `outside` is True beyond every module of
+    the model.
+    """
+
+    module: str
+    attributed: bool = True
+    outside: bool = False
+
+
+class _Context(NamedTuple):
+    owner: Owner
+    phase: str = "forward"
+    node: str = ""
+    fsdp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of an operator or a collective.
+
+    Attributes:
+        kind: collective kind ("all_reduce", ..., "wait"), "" for an operator.
+        start_us, duration_us: host time on `thread`.
+        fsdp: it ran inside a range of FSDP.
+    """
+
+    op: str
+    owner: Owner
+    phase: str
+    thread: int
+    start_us: float
+    duration_us: float
+    kind: str = ""
+    inputs: tuple[Tensor, ...] = ()
+    scalars: tuple[Scalar, ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ()
+    device: tuple[DeviceEvent, ...] = ()
+    fsdp: bool = False
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+class Range(NamedTuple):
+    """A named interval of one thread."""
+
+    name: str
+    start_us: float
+    end_us: float
+    thread: int
+    inputs: tuple[Tensor, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Attribution:
+    """What `attribute` found; all times in microseconds on the profiler's clock.
+
+    Attributes:
+        calls: operators and collectives on the main and autograd threads, in order of start.
+        marks: (step index, time) of every step boundary.
+        inputs: intervals in which the main thread waited for the data loader.
+        transfers: what the communication backend's own threads did.
+        backward, optimizer: intervals of the backward nodes and the optimizer steps.
+        wrapper_us: host cost of each operator on tensor subclasses (DTensor), beyond the local operators.
+        threads: name of each thread that runs model code.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    marks: list[tuple[int, float]] = field(default_factory=list)
+    inputs: list[Range] = field(default_factory=list)
+    transfers: list[Range] = field(default_factory=list)
+    backward: list[Range] = field(default_factory=list)
+    optimizer: list[Range] = field(default_factory=list)
+    wrapper_us: list[float] = field(default_factory=list)
+    threads: dict[int, str] = field(default_factory=dict)
+
+
+def attribute(
+    roots: Iterable[Event], modules: ModuleNames, labels: Sequence[tuple[str, bool]]
+) -> Attribution:
+    """Finds module and phase of every operator and collective.
+
+    Args:
+        roots: events without a parent, in order of start.
+        modules: names and parameter shapes of the model.
+        labels: by number in a module scope, the module's name and whether it is part of the model.
+    """
+    walker = _Walker(modules, labels)
+    for root in roots:
+        walker.visit_root(root)
+    return walker.finish()
+
+
+class _Walker:
+    def __init__(self, modules: ModuleNames, labels: Sequence[tuple[str, bool]]) -> None:
+        self._modules = modules
+        self._labels = labels
+        self._found = Attribution()
+        self._creators: dict[tuple[int, int], Owner] = {}
+        self._last_node: dict[int, Owner] = {}
+        self._all_shapes = modules.parameter_shapes()
+
+    def visit_root(self, event: Event) -> None:
+        if event.name.startswith(GLOO_PREFIX):
+            self._found.transfers.append(_range(event))
+            return
+        self._visit(event, _Context(Owner("", outside=True)))
+
+    def finish(self) -> Attribution:
+        """Drops threads without model code, tells work after the backward pass from forward work, sorts."""
+        found = self._found
+        found.calls = [call for call in found.calls if call.thread in found.threads]
+        found.calls.sort(key=lambda call: call.start_us)
+        found.marks.sort(key=lambda mark: mark[1])
+        ends = _step_ends(found)
+        found.calls = [_late_phase(call, ends) for call in found.calls]
+        return found
+
+    def _visit(self, event: Event, context: _Context) -> None:
+        if event.kind == OPERATOR:
+            self._operator(event, context)
+            return
+        if event.kind == COMPOSITE:
+            self._note_creator(event, context)
+        elif event.kind == NODE:
+            context = self._node(event, context)
+        else:
+            context = self._scope(event, context)
+        before = len(self._found.calls)
+        for child in event.children:
+            self._visit(child, context)
+        if event.kind == COMPOSITE and event.wrapper and len(self._found.calls) > before:
+            local_us = sum(call.duration_us for call in self._found.calls[before:])
+            self._found.wrapper_us.append(max(0.0, event.duration_us - local_us))
+        elif event.device:
+            self._call(event, context, _phase(event, context))
+
+    def _operator(self, event: Event, context: _Context) -> None:
+        self._note_creator(event, context)
+        phase = _phase(event, context)
+        if phase == "backward_input" and self._is_weight_gradient(event, context):
+            phase = "backward_weight"
+        self._call(event, context, phase)
+
+    def _call(self, event: Event, context: _Context, phase: str) -> None:
+        kind = "wait" if event.name == _WAIT else collective_kind(event.name)
+        if event.name.startswith("_c10d_functional") and not kind:
+            return
+        self._found.calls.append(
+            Call(
+                op=event.name,
+                owner=context.owner,
+                phase="communication" if kind else phase,
+                thread=event.thread,
+                start_us=event.start_us,
+                duration_us=event.duration_us,
+                kind=kind,
+                inputs=event.inputs,
+                scalars=event.scalars,
+                metadata=tuple(event.metadata.items()),
+                device=event.device,
+                fsdp=context.fsdp,
+            )
+        )
+
+    def _note_creator(self, event: Event, context: _Context) -> None:
+        # The last event that starts with a sequence number is the one that creates the node of that number.
+        if event.sequence >= 0:
+            self._creators[event.thread, event.sequence] = context.owner
+
+    def _is_weight_gradient(self, event: Event, context: _Context) -> bool:
+        if context.node == _ACCUMULATE:
+            return True
+        own = self._modules.parameter_shapes(context.owner.module)
+        shapes = own if any(len(shape) > 1 for shape in own) else self._all_shapes
+        inputs = [tensor.shape for tensor in event.inputs if tensor.shape]
+        return is_weight_gradient(event.name, inputs, shapes, transposed=event.transposed)
+
+    def _node(self, event: Event, context: _Context) -> _Context:
+        self._found.threads.setdefault(event.thread, "autograd")
+        self._found.backward.append(_range(event))
+        if event.name == _ACCUMULATE:
+            owner = self._last_node.get(event.thread, Owner("", attributed=False))
+        else:
+            creator = self._creators.get((event.forward_thread or event.thread, event.sequence))
+            owner = creator or Owner("", attributed=False)
+            self._last_node[event.thread] = owner
+        return context._replace(owner=owner, phase="backward", node=event.name)
+
+    def _scope(self, event: Event, context: _Context) -> _Context:
+        name = event.name
+        if name.startswith(MODULE_SCOPE):
+            self._found.threads.setdefault(event.thread, "main")
+            return self._module_scope(name, context)
+        if name.startswith(STEP_SCOPE):
+            self._found.threads[event.thread] = "main"
+            self._found.marks.append((int(name[len(STEP_SCOPE) :]), event.start_us))
+        elif name.startswith("Optimizer."):
+            if name.startswith("Optimizer.step"):
+                self._found.optimizer.append(_range(event))
+            return context._replace(owner=Owner(OPTIMIZER), phase="optimizer", node="")
+        elif name.startswith("enumerate(DataLoader)"):
+            self._found.inputs.append(_range(event))
+            return context._replace(owner=Owner(INPUT), phase="input")
+        elif name.startswith("FSDP::"):
+            return self._fsdp_scope(name, context)
+        elif name.startswith("Torch-Compiled Region"):
+            below = self._modules.has_children(context.owner.module) or context.owner.outside
+            owner = context.owner._replace(attributed=False) if below else context.owner
+            return context._replace(owner=owner)
+        return context
+
+    def _module_scope(self, name: str, context: _Context) -> _Context:
+        module, known = self._labels[int(name[len(MODULE_SCOPE) :])]
+        phase = "recompute" if context.node or context.phase == "recompute" else context.phase
+        return context._replace(owner=Owner(module, outside=not known), phase=phase, node="")
+
+    def _fsdp_scope(self, name: str, context: _Context) -> _Context:
+        match = _FSDP_MODULE.match(name)
+        owner = context.owner
+        if match and self._modules.known(match.group(1)):
+            owner = Owner(match.group(1))
+        elif owner.outside:
+            owner = Owner("")
+        phase = context.phase
+        if "post_backward" in name:
+            phase = "backward_weight"
+        elif phase == "backward":
+            phase = "backward_input"
+        return context._replace(owner=owner, phase=phase, fsdp=True)
+
+
+def _phase(event: Event, context: _Context) -> str:
+    if context.phase != "backward":
+        return context.phase
+    # An operator that builds a graph inside the backward pass is a checkpointed one running again.
+    return "recompute" if event.sequence >= 0 else "backward_input"
+
+
+def _range(event: Event) -> Range:
+    return Range(event.name, event.start_us, event.end_us, event.thread, event.inputs)
+
+
+class _StepEnds(NamedTuple):
+    start_us: float
+    backward_us: float
+    optimizer_us: float
+
+
+def _step_ends(found: Attribution) -> list[_StepEnds]:
+    """Per step: its start, the end of its last backward node, the end of its last optimizer step."""
+    starts = [time for _, time in found.marks] or [0.0]
+    backward = [float("inf")] * len(starts)
+    optimizer = [0.0] * len(starts)
+    for node in found.backward:
+        step = max(0, bisect_right(starts, node.start_us) - 1)
+        backward[step] = node.end_us if backward[step] == float("inf") else max(backward[step], node.end_us)
+    for update in found.optimizer:
+        step = max(0, bisect_right(starts, update.start_us) - 1)
+        optimizer[step] = max(optimizer[step], update.end_us)
+    return [_StepEnds(*ends) for ends in zip(starts, backward, optimizer, strict=True)]
+
+
+def _late_phase(call: Call, steps: Sequence[_StepEnds]) -> Call:
+    """Work outside the model after the step's backward pass: the optimizer's (clipping), or other (logging)."""
+    if call.phase != "forward" or not call.owner.outside:
+        return call
+    step = steps[max(0, bisect_right(steps, call.start_us, key=lambda ends: ends.start_us) - 1)]
+    if call.start_us < step.backward_us:
+        return call
+    if call.start_us < step.optimizer_us:
+        return replace(call, owner=Owner(OPTIMIZER), phase="optimizer")
+    return replace(call, phase="other")
+
+
+def attributes(op: str, scalars: Sequence[Scalar]) -> frozenset[str]:
+    """What changes an operator's cost beside shapes: "causal" for attention.
+
+    In every attention operator the flag follows the dropout probability, its first floating-point argument.
+    """
+    if family(op) != "attention":
+        return frozenset()
+    after_dropout = False
+    for value in scalars:
+        if isinstance(value, bool):
+            if after_dropout:
+                return frozenset({"causal"}) if value else frozenset()
+        elif isinstance(value, float):
+            after_dropout = True
+    return frozenset()

@@ -1,0 +1,129 @@
+"""Private torch APIs behind one door: each is looked up once, feature-tested, and has a public fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+
+
+class Scope(Protocol):
+    """A named interval on the profiler's timeline, opened by `__enter__` and closed by `__exit__`."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc_info: object) -> Any: ...
+
+
+_COMPOSITES = frozenset(
+    (
+        "aten::linear",
+        "aten::matmul",
+        "aten::reshape",
+        "aten::contiguous",
+        "aten::to",
+        "aten::flatten",
+        "aten::unflatten",
+        "aten::dropout",
+        "aten::layer_norm",
+        "aten::embedding_bag",
+        "aten::softmax",
+        "aten::log_softmax",
+        "aten::cross_entropy_loss",
+        "aten::scaled_dot_product_attention",
+        "aten::chunk",
+        "aten::narrow",
+        "aten::tensor_split",
+        "aten::einsum",
+        "aten::type_as",
+        "aten::view_as",
+        "aten::expand_as",
+        "aten::group_norm",
+        "aten::batch_norm",
+        "aten::nll_loss_nd",
+        "aten::conv1d",
+        "aten::conv2d",
+        "aten::conv3d",
+        "aten::rms_norm",
+        "aten::item",
+        "aten::silu_backward",
+        "aten::movedim",
+        "aten::swapaxes",
+    )
+)
+"""Composite operators to look through when the dispatcher cannot be asked."""
+
+
+def scope_type() -> Callable[[str], Scope]:
+    """The cheapest context manager that names an interval in a profile (4.5 us; the public one costs 26)."""
+    fast = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+    return cast("Callable[[str], Scope]", fast or torch.profiler.record_function)
+
+
+def in_backward() -> bool:
+    """True inside a node of the autograd engine, which is where activation checkpoints recompute."""
+    current: Callable[[], object] | None = getattr(torch._C, "_current_autograd_node", None)
+    return current is not None and current() is not None
+
+
+def profiler_active() -> bool:
+    """True when any torch profiler records in this process; two at once corrupt each other."""
+    enabled: Callable[[], bool] | None = getattr(torch.autograd, "_profiler_enabled", None)
+    if enabled is None:
+        enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
+    return bool(enabled()) if enabled is not None else False
+
+
+@cache
+def is_composite(op: str, overload: str, device: str) -> bool:
+    """True for an operator that only calls other operators (CompositeImplicitAutograd), so its children count.
+
+    Args:
+        op: full name without overload, such as "aten::linear".
+        overload: overload name, "" for the default one.
+        device: device type; an operator with a kernel of its own there is no composite.
+    """
+    has_kernel: Callable[[str, str], bool] | None = getattr(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", None
+    )
+    if has_kernel is None:
+        return op in _COMPOSITES
+    name = f"{op}.{overload}" if overload else op
+    try:
+        return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, device.upper())
+    except RuntimeError:  # not an operator of this build
+        return op in _COMPOSITES
+
+
+def kineto_results(profiler: torch.profiler.profile) -> Any:
+    """The raw results of a stopped profiler, or None when this torch does not expose them."""
+    return getattr(getattr(profiler, "profiler", None), "kineto_results", None)
+
+
+def flat_parameter_shapes(parameter: torch.Tensor) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(module name, shape) of each original parameter inside an FSDP1 flat parameter; empty for any other."""
+    infos: Iterable[Any] = getattr(parameter, "_param_infos", ())
+    shapes: Iterable[Any] = getattr(parameter, "_shapes", ())
+    return tuple((str(info.module_name), tuple(shape)) for info, shape in zip(infos, shapes, strict=False))
+
+
+def is_fsdp2(module: torch.nn.Module) -> bool:
+    """True for a module that `torch.distributed.fsdp.fully_shard` turned into an FSDP module."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """True for a `torch.distributed.fsdp.FullyShardedDataParallel` wrapper."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+
+
+def group_sizes() -> tuple[int, ...]:
+    """Number of ranks of each process group of this process; only the default group's without the private table."""
+    dist = torch.distributed
+    world = getattr(dist.distributed_c10d, "_world", None)
+    ranks: dict[Any, dict[int, int]] = getattr(world, "pg_group_ranks", {})
+    if ranks:
+        return tuple(len(members) for members in ranks.values())
+    return (dist.get_world_size(),)
