@@ -1,0 +1,135 @@
+"""Processes that stay alive and train a layout for a few steps whenever they are asked: measurements interleave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Case, build_step
+
+REPLY_TIMEOUT_S = 300.0
+
+
+def set_up_rank(rank: int, world: int, port: int) -> None:
+    """One thread, a fair share of the cores where the machine allows it, and a gloo group if world > 1."""
+    prefer_this_process()
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def prefer_this_process() -> bool:
+    """Moves this process to a session of its own at high priority, against noise from other programs.
+
+    Returns:
+        True when the machine allowed it (Linux with autogroup scheduling, as root).
+    """
+    with suppress(OSError):
+        os.setsid()
+    try:
+        with open("/proc/self/autogroup", "w") as group:
+            group.write("-20")
+        os.nice(-20)
+    except OSError:
+        return False
+    return True
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_ranks(target: Callable[..., None], world: int, *args: Any) -> list[tuple[BaseProcess, Connection]]:
+    """Starts `target(rank, world, port, pipe, *args)` in `world` fresh processes."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    for rank in range(world):
+        here, there = context.Pipe()
+        process = context.Process(target=target, args=(rank, world, port, there, *args), daemon=True)
+        process.start()
+        there.close()
+        ranks.append((process, here))
+    return ranks
+
+
+def receive(process: BaseProcess, pipe: Connection) -> Any:
+    """The next object from a rank.
+
+    Raises:
+        RuntimeError: the rank died or did not answer in time.
+    """
+    if not pipe.poll(REPLY_TIMEOUT_S):
+        raise RuntimeError(f"rank {process.name} did not answer within {REPLY_TIMEOUT_S:.0f} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {process.name} ended with exit code {process.exitcode}") from None
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: Case) -> None:
+    set_up_rank(rank, world, port)
+    _, _, step = build_step(name, case)
+    for _ in range(2):
+        step()
+    pipe.send("ready")
+    while (num_steps := pipe.recv()) > 0:
+        durations = []
+        for index in range(num_steps + 1):
+            start = time.perf_counter()
+            step()
+            if index:  # the first step after a pause pays for cold caches and for the ranks' different starts
+                durations.append(time.perf_counter() - start)
+        pipe.send(durations)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+@dataclass
+class RankGroup:
+    """The ranks of one layout; `run` trains a few steps, between calls they sleep.
+
+    Attributes:
+        name: "single" or one of `benchmarks.cases.LAYOUTS`.
+        durations_s: every step measured so far, in seconds, the slowest rank of each step.
+    """
+
+    name: str
+    case: Case
+    durations_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ranks = start_ranks(_serve, 1 if self.name == "single" else 2, self.name, self.case)
+        for process, pipe in self._ranks:
+            receive(process, pipe)
+
+    def run(self, num_steps: int) -> None:
+        """Trains `num_steps` steps and one before them that is not counted."""
+        for _, pipe in self._ranks:
+            pipe.send(num_steps)
+        answers = [receive(process, pipe) for process, pipe in self._ranks]
+        self.durations_s.extend(max(step) for step in zip(*answers, strict=True))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, pipe in self._ranks:
+            with suppress(OSError):
+                pipe.send(0)
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()

@@ -1,0 +1,148 @@
+"""Turns forecasts and measurements of layouts into errors, order and coverage, and those into a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout of one case; times are seconds of one training step.
+
+    Attributes:
+        measured_iqr_s: interquartile range of the measured steps, `measured_n` of them.
+        ratio_error: relative error of (this layout / one rank): drift of the machine common to both cancels.
+    """
+
+    case: str
+    layout: str
+    layout_string: str
+    measured_s: float
+    measured_iqr_s: float
+    measured_n: int
+    p10_s: float
+    p50_s: float
+    p90_s: float
+    naive_s: float
+    second_s: float
+    bound_s: float
+    ape: float
+    naive_ape: float
+    second_ape: float
+    ratio_error: float
+    covered: bool
+
+
+def make_row(
+    case: str,
+    layout: str,
+    *,
+    durations_s: Sequence[float],
+    forecast: dict[str, Any],
+    single: tuple[float, float],
+) -> Row:
+    """A row from the measured steps and the forecast's `--json` object.
+
+    Args:
+        case: name of the case.
+        layout: name of the layout.
+        durations_s: measured steps in seconds.
+        forecast: the forecast of the layout.
+        single: measured and forecast seconds of a step on one rank.
+    """
+    low, measured, high = (float(q) for q in np.percentile(durations_s, (25, 50, 75)))
+    interval = forecast["step_time_s"]
+    naive, second = forecast["naive_step_time_s"], forecast["second_baseline_step_time_s"]
+    single_measured, single_forecast = single
+    return Row(
+        case=case,
+        layout=layout,
+        layout_string=forecast["layout"],
+        measured_s=measured,
+        measured_iqr_s=high - low,
+        measured_n=len(durations_s),
+        p10_s=interval["p10"],
+        p50_s=interval["p50"],
+        p90_s=interval["p90"],
+        naive_s=naive,
+        second_s=second,
+        bound_s=forecast["bound_step_time_s"],
+        ape=_ape(interval["p50"], measured),
+        naive_ape=_ape(naive, measured),
+        second_ape=_ape(second, measured),
+        ratio_error=_ape(interval["p50"] / single_forecast, measured / single_measured),
+        covered=interval["p10"] <= measured <= interval["p90"],
+    )
+
+
+def _ape(forecast: float, measured: float) -> float:
+    return abs(forecast - measured) / measured
+
+
+def rank_correlation(forecast: Sequence[float], measured: Sequence[float]) -> float:
+    """Spearman's correlation of two sequences without ties; 1.0 when the order is the same."""
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (forecast, measured)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def summarize(rows: Sequence[Row], drift: dict[str, float]) -> dict[str, Any]:
+    """The scores of all rows that are not the one-rank run itself, and the rows.
+
+    Args:
+        rows: every row, also those of layout "single".
+        drift: per case, the one-rank step measured here over the one-rank step of the capture.
+    """
+    scored = [row for row in rows if row.layout != "single"]
+    orders = [
+        _order([row for row in scored if row.case == case]) for case in dict.fromkeys(r.case for r in scored)
+    ]
+    return {
+        "n": len(scored),
+        "median_ape": float(np.median([row.ape for row in scored])),
+        "mean_ape": float(np.mean([row.ape for row in scored])),
+        "naive_median_ape": float(np.median([row.naive_ape for row in scored])),
+        "second_median_ape": float(np.median([row.second_ape for row in scored])),
+        "median_ratio_error": float(np.median([row.ratio_error for row in scored])),
+        "coverage80": float(np.mean([row.covered for row in scored])),
+        "order_correct": all(order["spearman"] > 0.999 for order in orders),
+        "orders": orders,
+        "drift": drift,
+        "rows": [msgspec.to_builtins(row) for row in rows],
+    }
+
+
+def _order(rows: Sequence[Row]) -> dict[str, Any]:
+    forecast, measured = [row.p50_s for row in rows], [row.measured_s for row in rows]
+    return {
+        "case": rows[0].case,
+        "spearman": rank_correlation(forecast, measured),
+        "top1_correct": int(np.argmin(forecast)) == int(np.argmin(measured)),
+        "top1_regret": measured[int(np.argmin(forecast))] / min(measured) - 1,
+    }
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows for a person, times in milliseconds."""
+    result = Table(title="Two gloo ranks on this machine: one-rank capture, forecast against measurement")
+    for heading in ("case", "layout"):
+        result.add_column(heading)
+    for heading in ("measured ms", "p10", "p50", "p90", "error", "ratio", "naive", "second", "in 80 %"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(
+            row.case,
+            row.layout,
+            f"{row.measured_s * 1e3:.1f}",
+            *(f"{value * 1e3:.1f}" for value in (row.p10_s, row.p50_s, row.p90_s)),
+            f"{row.p50_s / row.measured_s - 1:+.1%}",
+            f"{row.ratio_error:.1%}",
+            f"{row.naive_ape:.1%}",
+            f"{row.second_ape:.1%}",
+            "yes" if row.covered else "no",
+            end_section=row.layout == "1f1b",
+        )
+    return result
