@@ -28,7 +28,7 @@ MAX_SPANS = 20_000
 class Step(NamedTuple):
     """One step of the window on the profiler's clock."""
 
-    index: int
+    number: int
     start_us: float
     end_us: float
 
@@ -261,7 +261,7 @@ class Aggregator:
         by_phase["host"] += free_us
         return tuple(
             PhaseRow(
-                rank=self._rank, step=step.index, phase=phase, exclusive_us=float(by_phase[phase][number])
+                rank=self._rank, step=step.number, phase=phase, exclusive_us=float(by_phase[phase][number])
             )
             for number, step in enumerate(self._steps)
             for phase in PHASES

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llmprof.hooks import private
+from llmprof.hooks.memory import local_part
 
 _WRAPPERS = (
     "module",
@@ -119,12 +120,7 @@ def _wraps(module: nn.Module, part: str) -> bool:
 
 
 def _shapes(parameter: torch.Tensor) -> set[Shape]:
-    shapes = {tuple(parameter.shape)}
-    to_local = getattr(parameter, "to_local", None)  # DTensor
-    if to_local is not None:
-        with torch.no_grad():
-            shapes.add(tuple(to_local().shape))
-    return shapes
+    return {tuple(parameter.shape), tuple(local_part(parameter).shape)}
 
 
 def _join(prefix: str, name: str) -> str:

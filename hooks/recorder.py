@@ -73,13 +73,13 @@ class Recorder:
         """True between `start` and `stop` when a window is being recorded."""
         return self._profiler is not None
 
-    def start(self) -> bool:
-        """Opens the window; False, with the reason among the warnings, when it cannot be opened."""
+    def start(self) -> None:
+        """Opens the window. When that is impossible, `active` stays False and the reason is among the warnings."""
         if self._profiler is not None:
-            return True
+            return
         if private.profiler_active():
             self._warnings.append("no operators recorded: another torch profiler was active in this process")
-            return False
+            return
         began = time.perf_counter()
         activities = [ProfilerActivity.CPU]
         if self._device == "cuda":
@@ -92,10 +92,9 @@ class Recorder:
         except RuntimeError as error:
             self._scopes.remove()
             self._warnings.append(f"no operators recorded: the torch profiler did not start ({error})")
-            return False
+            return
         self._profiler = profiler
         self._start_us = (time.perf_counter() - began) * 1e6
-        return True
 
     def mark_step(self, step: int) -> None:
         """Marks the boundary at which step number `step` begins, or the last one ended."""
@@ -141,7 +140,7 @@ class Recorder:
             spans=tables.spans,
             phases=tables.phases,
             host=self._host_rows(tables, found, stop_us),
-            steps=tuple((step.index, step.duration_us) for step in steps),
+            steps=tuple((step.number, step.duration_us) for step in steps),
             attributed_fraction=tables.attributed_fraction,
             root_fraction=tables.root_fraction,
             warnings=tuple(self._warnings),
@@ -168,8 +167,8 @@ class Recorder:
 def steps_of(found: Attribution) -> list[Step]:
     """The steps between consecutive marks."""
     return [
-        Step(index, start, end)
-        for (index, start), (_, end) in zip(found.marks, found.marks[1:], strict=False)
+        Step(number, start, end)
+        for (number, start), (_, end) in zip(found.marks, found.marks[1:], strict=False)
         if end > start
     ]
 
