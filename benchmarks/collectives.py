@@ -56,9 +56,11 @@ def _call(kind: str, size_bytes: int, rank: int) -> Callable[[], object]:
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, half)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+        return lambda: gather(whole, half)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(half, whole)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return lambda: scatter(half, whole)
     return (lambda: dist.send(whole, 1)) if rank == 0 else (lambda: dist.recv(whole, 0))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,27 +37,28 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     covered: bool
 
 
+class Single(NamedTuple):
+    """A step on one rank, in seconds: what the ratios of layouts refer to."""
+
+    measured_s: float
+    forecast_s: float
+
+
 def make_row(
-    case: str,
-    layout: str,
-    *,
-    durations_s: Sequence[float],
-    forecast: dict[str, Any],
-    single: tuple[float, float],
+    name: tuple[str, str], durations_s: Sequence[float], *, forecast: dict[str, Any], single: Single
 ) -> Row:
-    """A row from the measured steps and the forecast's `--json` object.
+    """A row from the measured steps and the forecast.
 
     Args:
-        case: name of the case.
-        layout: name of the layout.
+        name: of the case and of the layout.
         durations_s: measured steps in seconds.
-        forecast: the forecast of the layout.
-        single: measured and forecast seconds of a step on one rank.
+        forecast: the object that `llmprof forecast --json` prints for the layout.
+        single: the one-rank step of the case.
     """
+    case, layout = name
     low, measured, high = (float(q) for q in np.percentile(durations_s, (25, 50, 75)))
     interval = forecast["step_time_s"]
     naive, second = forecast["naive_step_time_s"], forecast["second_baseline_step_time_s"]
-    single_measured, single_forecast = single
     return Row(
         case=case,
         layout=layout,
@@ -74,7 +75,7 @@ def make_row(
         ape=_ape(interval["p50"], measured),
         naive_ape=_ape(naive, measured),
         second_ape=_ape(second, measured),
-        ratio_error=_ape(interval["p50"] / single_forecast, measured / single_measured),
+        ratio_error=_ape(interval["p50"] / single.forecast_s, measured / single.measured_s),
         covered=interval["p10"] <= measured <= interval["p90"],
     )
 

@@ -1,6 +1,6 @@
 """Forecasts four two-rank layouts from a one-rank capture, then trains them for real and compares.
 
-python benchmarks/two_ranks.py            all cases, about six minutes on two cores
+python benchmarks/two_ranks.py            all cases, about seven minutes on two cores
 python benchmarks/two_ranks.py --quick    one case, about a minute
 python benchmarks/two_ranks.py --json     the last line is one JSON object with every row
 """
@@ -25,11 +25,11 @@ import llmprof
 from benchmarks.cases import CASES, LAYOUTS, Case, build_step, layout_string
 from benchmarks.collectives import sweep_collectives
 from benchmarks.ranks import RankGroup, receive, set_up_rank, start_ranks
-from benchmarks.scores import Row, make_row, summarize, table
+from benchmarks.scores import Row, Single, make_row, summarize, table
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.profile import CollectiveRow, Profile
 
-STEPS_PER_TURN = 4
+STEPS_PER_TURN = 3
 CAPTURE_STEPS = 22
 
 
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="the first case alone, few repeats")
-    parser.add_argument("--repeats", type=int, default=0, help="turns of each layout (default 8, quick 3)")
+    parser.add_argument("--repeats", type=int, default=0, help="turns of each layout (default 6, quick 3)")
     args = parser.parse_args(argv)
     console = Console(stderr=args.json)
-    repeats = args.repeats or (3 if args.quick else 8)
+    repeats = args.repeats or (3 if args.quick else 6)
     console.print("pricing gloo between two ranks, in situ ...")
     prices = sweep_collectives(quick=args.quick)
     rows: list[Row] = []
@@ -67,15 +67,15 @@ def run_case(case: Case, prices: tuple[CollectiveRow, ...], *, repeats: int) -> 
     profile = capture(case, prices)
     forecasts = {name: forecast(profile, case, name) for name in ("single", *LAYOUTS)}
     durations = measure(case, repeats=repeats)
-    single = (float(np.median(durations["single"])), forecasts["single"]["step_time_s"]["p50"])
+    single = Single(float(np.median(durations["single"])), forecasts["single"]["step_time_s"]["p50"])
     rows = [
-        make_row(case.name, name, durations_s=durations[name], forecast=forecasts[name], single=single)
+        make_row((case.name, name), durations[name], forecast=forecasts[name], single=single)
         for name in ("single", *LAYOUTS)
     ]
     captured = [
         row.duration_us / 1e6 for row in profile.steps if row.kind == "train" and not row.instrumented
     ]
-    return rows, single[0] / float(np.median(captured))
+    return rows, single.measured_s / float(np.median(captured))
 
 
 def capture(case: Case, prices: tuple[CollectiveRow, ...]) -> Profile:

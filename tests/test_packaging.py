@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import llmprof
+from llmprof.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTED_FROM_THE_WHEEL = ("test_layout.py", "test_store.py", "test_catalogue.py")
@@ -124,3 +127,46 @@ def test_the_wheel_works_where_only_it_is_installed(built: tuple[Path, Path], tm
         cwd=tmp_path,
     )
     assert " passed" in output
+
+
+def readme_tree() -> list[str]:
+    """Paths that the folder tree of the README names, from the root."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## What is where")[1].split("```")[1]
+    paths, folder = [], ""
+    for line in filter(None, block.splitlines()):
+        name = line.split()[0]
+        if line.startswith("  "):
+            paths.append(folder + name)
+        else:
+            folder = name
+            paths.append(name)
+    return paths
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    paths = readme_tree()
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    tops = {name.split("/")[0] for name in names.splitlines()}
+    assert tops == {path.strip("/") for path in paths if "/" not in path.strip("/")}
+
+
+def test_the_readme_names_every_command_and_no_other() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `llmprof (\w+)", text, flags=re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^llmprof (\w+)", text, flags=re.MULTILINE)) <= set(COMMANDS)
+
+
+def test_the_python_in_the_readme_names_what_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "llmprof"
+            ):
+                assert node.attr in llmprof.__all__
