@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import typing
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -108,8 +109,9 @@ def read_npz(file: IO[bytes], *, name: str) -> Columns:
         OSError,
         EOFError,
         KeyError,
-        NotImplementedError,
+        RuntimeError,
         MemoryError,
+        zlib.error,
     ) as error:
         if isinstance(error, RunError):
             raise
