@@ -67,18 +67,24 @@ def choose_steps(profile: Profile) -> tuple[list[StepRow], list[str]]:
 
 
 def slowest_per_step(rows: Iterable[StepRow]) -> Spread:
-    """Median and IQR over steps of the slowest rank's duration."""
+    """Median and IQR over steps of the slowest rank's duration.
+
+    Raises:
+        RunError: a duration is not a positive number.
+    """
     slowest: dict[int, float] = defaultdict(float)
     for row in rows:
         slowest[row.step] = max(slowest[row.step], row.duration_us)
     values = np.array(list(slowest.values()))
+    if not np.all(np.isfinite(values) & (values > 0)):
+        raise RunError("a step has no positive duration: the run is damaged", hint="capture the run again")
     low, median, high = np.percentile(values, [25, 50, 75])
     return Spread(median=float(median), iqr=float(high - low) if len(values) > 1 else None, n=len(values))
 
 
 def rank_weights(profile: Profile) -> dict[int, float]:
     """Share of all known ranks that each stored rank stands for; the shares sum to 1."""
-    counts = {c.rank: c.count for c in profile.manifest.rank_classes}
+    counts = {c.rank: c.count for c in profile.manifest.rank_classes if c.count > 0}
     if not counts:
         counts = {row.rank: 1 for row in profile.steps}
     total = sum(counts.values())
@@ -112,7 +118,7 @@ def tokens_per_s(profile: Profile, rows: Sequence[StepRow], *, step_us: float) -
     if forecast is not None:
         return _forecast_p50(forecast.get("tokens_per_s"))
     tokens = [row.tokens for row in rows if row.tokens is not None]
-    if not tokens or step_us <= 0:
+    if not tokens:
         return None
     return float(np.mean(tokens)) * _num_data_shards(profile) / (step_us / 1e6)
 
@@ -123,13 +129,14 @@ def mfu(profile: Profile, *, step_us: float) -> float | None:
     if manifest.forecast is not None:
         value = manifest.forecast.get("mfu")
         return float(value) if isinstance(value, int | float) else None
-    if not manifest.model_flops_per_step or not manifest.peak_flops or step_us <= 0:
+    if not manifest.model_flops_per_step or not manifest.peak_flops or manifest.world_size < 1:
         return None
     return manifest.model_flops_per_step / (manifest.peak_flops * manifest.world_size * step_us / 1e6)
 
 
 def _forecast_p50(spread: object) -> float | None:
-    return float(spread["p50"]) if isinstance(spread, dict) and spread.get("p50") is not None else None
+    value = spread.get("p50") if isinstance(spread, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _num_data_shards(profile: Profile) -> int:
