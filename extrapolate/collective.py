@@ -7,7 +7,7 @@ link levels that the group spans, of which the library is taken to choose the fa
 from __future__ import annotations
 
 from collections import defaultdict
-from math import ceil, exp, log, log2
+from math import ceil, inf, log2
 from statistics import median
 
 import numpy as np
@@ -38,10 +38,11 @@ class CollectivePrices:
         self, profile: Profile, cluster: Cluster, *, same_device: bool, priors: Priors | None = None
     ) -> None:
         self.cluster = cluster
-        self._prior = (priors or load_priors()).link(cluster.backend)
+        loaded = priors or load_priors()
+        self._priors = {k.name: loaded.link(cluster.backend, k.name) for k in cluster.links}
         rows = [r for r in profile.collectives if _usable(r, cluster)] if same_device else []
         self._curves = _curves(rows)
-        self._scale, self._scale_spread = self._calibrate()
+        self._measured_level = self._level_of(profile)
         self._cache: dict[tuple[str, int, int, int], OpPrice] = {}
 
     def price(self, kind: str, size_bytes: int, group_size: int, span: int) -> OpPrice:
@@ -59,6 +60,11 @@ class CollectivePrices:
             found = self._cache[key] = self._price(*key)
         return found
 
+    def _level_of(self, profile: Profile) -> str:
+        """Name of the one link level that the measured groups can have used, "" when there may be several."""
+        inner = self.level(profile.manifest.world_size)
+        return inner.name if inner is self.cluster.links[0] else ""
+
     def level(self, span: int) -> LinkLevel:
         """The innermost link level that connects `span` neighbouring devices."""
         for link in self.cluster.links:
@@ -72,10 +78,7 @@ class CollectivePrices:
             return ()
         links = ", ".join(f"{k.name} {k.bandwidth_bytes_per_s / 1e9:g} GB/s" for k in self.cluster.links)
         return (
-            (
-                f"no collective was measured: {links} per device at {self._prior.bandwidth_efficiency:g} efficiency "
-                f"({self._prior.source})"
-            ),
+            f"no collective was measured: {links} per device, {self.cluster.backend} efficiencies are priors",
         )
 
     def _price(self, kind: str, size_bytes: int, group_size: int, span: int) -> OpPrice:
@@ -83,37 +86,36 @@ class CollectivePrices:
         name = f"link:{link.name}"
         if group_size <= 1 and kind not in POINT_TO_POINT:
             return OpPrice(0.0, 0.0, "measured", name)
-        curve = self._curves.get((_curve_kind(kind), group_size))
-        if curve is not None and len(self.cluster.links) == 1:
-            return OpPrice(
-                curve.at(size_bytes), curve.spread, "measured", name, (f"{kind} over {group_size}",)
-            )
+        if link.name == self._measured_level:
+            kind = "send" if kind in POINT_TO_POINT else kind
+            curve = self._curves.get((kind, group_size))
+            if curve is not None:
+                rows = (f"{kind} over {group_size}",)
+                return OpPrice(curve.at(size_bytes), curve.spread, "measured", name, rows)
+            if self._curves:
+                return self._from_other_curve(kind, size_bytes, group_size, name)
         time_s = self._model(kind, size_bytes, group_size, span)
-        if self._curves and len(self.cluster.links) == 1:
-            rows = tuple(f"{k} over {n}" for k, n in self._curves)
-            return OpPrice(time_s * self._scale, self._scale_spread, "interpolated", name, rows)
-        return OpPrice(time_s, self._prior.spread, "assumed", name)
+        return OpPrice(time_s, self._priors[link.name].spread, "assumed", name)
 
-    def _calibrate(self) -> tuple[float, float]:
-        """Median factor of the measured curves over the model, and the spread of that factor."""
-        errors = [
-            log(time / self._model(kind, int(size), n, n))
-            for (kind, n), curve in self._curves.items()
-            for size, time in zip(curve.sizes, curve.times, strict=True)
-        ]
-        if not errors:
-            return 1.0, self._prior.spread
-        center = median(errors)
-        spread = float(np.sqrt(np.mean(np.square(np.array(errors) - center))))
-        return exp(center), min(MAX_SPREAD, max(_SCALED_SPREAD, spread))
+    def _from_other_curve(self, kind: str, size_bytes: int, group_size: int, name: str) -> OpPrice:
+        """Price from the curve of another group size or kind, at the message for which each rank sends as much."""
+        kind = self._effective(kind)
+        source = min(
+            self._curves, key=lambda c: (c[0] != kind, c[0] != "all_reduce", abs(c[1] - group_size), c)
+        )
+        measured = self._curves[source]
+        equal = size_bytes * wire_share(kind, group_size) / wire_share(*source)
+        spread = min(MAX_SPREAD, measured.spread + _SCALED_SPREAD)
+        return OpPrice(measured.at(equal), spread, "interpolated", name, (f"{source[0]} over {source[1]}",))
 
     def _model(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
-        base_s = self._prior.base_latency_us * 1e-6
+        link = self.level(max(span, 2))
+        prior = self._priors[link.name]
+        base_s = prior.base_latency_us * 1e-6
         if kind in POINT_TO_POINT:
-            link = self.level(max(span, 2))
-            return base_s + link.latency_s + size_bytes / _bandwidth(link, self._prior)
+            return base_s + link.latency_s + transfer_s(size_bytes, link, prior)
         kind = self._effective(kind)
-        flat = flat_time_s(kind, size_bytes, group_size, self.level(span), self._prior)
+        flat = flat_time_s(kind, size_bytes, group_size, link, prior)
         return base_s + min(flat, self._hierarchical(kind, size_bytes, group_size, span))
 
     def _effective(self, kind: str) -> str:
@@ -121,19 +123,37 @@ class CollectivePrices:
         return "all_reduce" if self.cluster.backend == "gloo" and kind == "reduce_scatter" else kind
 
     def _hierarchical(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
-        """Reduce-scatter inside, the operation across with 1/m of the message on every rail, all-gather inside."""
+        """Inside a unit of the inner level, then across units with 1/m of the message on the rail of every member.
+
+        all_reduce: reduce-scatter inside, all-reduce across, all-gather inside; all_gather and reduce_scatter: one
+        inside, one across; all_to_all: what goes outside and what stays inside move at the same time.
+        """
         outer = self.level(span)
         index = self.cluster.links.index(outer)
-        if index == 0 or kind not in ("all_reduce", "all_gather", "reduce_scatter"):
-            return float("inf")
+        if index == 0 or kind not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            return inf
         inner = self.cluster.links[index - 1]
         inside = members_inside(group_size, span, inner.span)
         outside = ceil(group_size / inside)
         if inside < 2 or outside < 2:
-            return float("inf")
-        inner_time = flat_time_s("all_gather", size_bytes, inside, inner, self._prior)
-        across = flat_time_s(kind, size_bytes // inside, outside, outer, self._prior)
-        return (2 if kind == "all_reduce" else 1) * inner_time + across
+            return inf
+        inner_prior, outer_prior = self._priors[inner.name], self._priors[outer.name]
+        if kind == "all_to_all":
+            leaving = size_bytes * (group_size - inside) // group_size
+            across = transfer_s(leaving, outer, outer_prior) + outer.latency_s * ceil(log2(group_size))
+            return max(across, transfer_s(size_bytes * inside // group_size, inner, inner_prior))
+        within = flat_time_s("all_gather", size_bytes, inside, inner, inner_prior)
+        across = flat_time_s(kind, size_bytes // inside, outside, outer, outer_prior)
+        return (2 if kind == "all_reduce" else 1) * within + across
+
+
+def wire_share(kind: str, group_size: int) -> float:
+    """Bytes that each rank sends for each byte of the message, by the ring algorithm."""
+    if kind in ("all_reduce", "barrier"):
+        return 2 * (group_size - 1) / group_size
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (group_size - 1) / group_size
+    return 1.0
 
 
 def members_inside(group_size: int, span: int, level_span: int) -> int:
@@ -151,34 +171,30 @@ def flat_time_s(kind: str, size_bytes: int, group_size: int, link: LinkLevel, pr
     Ring: n-1 steps of S/n for all_gather, reduce_scatter and all_to_all, twice that for all_reduce.
     Tree: 2 log2 n steps, the message sent up and down once.
     """
-    n, alpha, bandwidth = group_size, link.latency_s, _bandwidth(link, prior)
+    n, alpha, share = group_size, link.latency_s, (group_size - 1) / max(group_size, 1)
     if n <= 1:
         return 0.0
-    moved = size_bytes / bandwidth
-    share = (n - 1) / n
     if kind == "all_reduce":
-        ring = 2 * (n - 1) * alpha + 2 * share * moved
-        tree = 2 * ceil(log2(n)) * alpha + 2 * moved
+        ring = 2 * (n - 1) * alpha + transfer_s(2 * share * size_bytes, link, prior)
+        tree = 2 * ceil(log2(n)) * alpha + transfer_s(2 * size_bytes, link, prior)
         return min(ring, tree)
     if kind == "broadcast":
-        return ceil(log2(n)) * alpha + moved
+        return ceil(log2(n)) * alpha + transfer_s(size_bytes, link, prior)
     if kind == "barrier":
         return 2 * ceil(log2(n)) * alpha
     if kind == "all_to_all":
-        return alpha * min(n - 1, ceil(log2(n)) + 1) + share * moved
-    return (n - 1) * alpha + share * moved
+        return alpha * min(n - 1, ceil(log2(n)) + 1) + transfer_s(share * size_bytes, link, prior)
+    return (n - 1) * alpha + transfer_s(share * size_bytes, link, prior)
 
 
-def _bandwidth(link: LinkLevel, prior: LinkPrior) -> float:
-    return link.bandwidth_bytes_per_s / link.oversubscription * prior.bandwidth_efficiency
+def transfer_s(wire_bytes: float, link: LinkLevel, prior: LinkPrior) -> float:
+    """Seconds to move what each rank sends. The first `ramp_bytes` cost twice: pipelines fill, protocols are small."""
+    bandwidth = link.bandwidth_bytes_per_s / link.oversubscription * prior.bandwidth_efficiency
+    return (wire_bytes + min(wire_bytes, prior.ramp_bytes)) / bandwidth
 
 
 def _usable(row: CollectiveRow, cluster: Cluster) -> bool:
     return row.backend == cluster.backend and row.group_size > 1 and row.time_us > 0
-
-
-def _curve_kind(kind: str) -> str:
-    return "send" if kind in POINT_TO_POINT else kind
 
 
 class _Curve:
@@ -199,7 +215,7 @@ class _Curve:
         own = [r.time_iqr_us / NORMAL_IQR / r.time_us for r in rows]
         self.spread = min(MAX_SPREAD, max(MIN_SPREAD, median(own)))
 
-    def at(self, size_bytes: int) -> float:
+    def at(self, size_bytes: float) -> float:
         """Seconds for a message."""
         return _interpolate(self.sizes, self.times, size_bytes)
 
@@ -230,5 +246,5 @@ def _interpolate(sizes: NDArray[np.float64], times: NDArray[np.float64], size_by
 def _curves(rows: list[CollectiveRow]) -> dict[tuple[str, int], _Curve]:
     groups: dict[tuple[str, int], list[CollectiveRow]] = defaultdict(list)
     for row in rows:
-        groups[_curve_kind(row.kind), row.group_size].append(row)
+        groups["send" if row.kind in POINT_TO_POINT else row.kind, row.group_size].append(row)
     return {key: _Curve(group) for key, group in groups.items()}

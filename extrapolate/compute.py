@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.measured import MeasuredOperators, Work
+from llmprof.extrapolate.measured import LONE_SPREAD, Estimate, MeasuredOperators, Work
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
     MATMUL_FAMILIES,
@@ -138,15 +138,14 @@ class OperatorPrices:
         shapes = format_shapes(inputs)
         exact = self._measured.exact(op, shapes, dtype, attributes)
         if exact is not None:
-            text = f"{op} {shapes} {dtype}"
-            return OpPrice(exact.time_s, exact.spread, "measured", kind, (text,), gap_s)
-        work = Work(
-            flops=flops(op, inputs, outputs, attributes) if kind in MATMUL_FAMILIES else 0,
-            bytes=bytes_moved(op, inputs, outputs),
+            return _from_rows(exact, op, shapes, dtype, kind, gap_s)
+        matmul = kind in MATMUL_FAMILIES
+        near = self._measured.interpolate(
+            op, kind, dtype, Work(flops(op, inputs, (), attributes) if matmul else 0, bytes_moved(op, inputs))
         )
-        near = self._measured.interpolate(op, kind, dtype, work)
         if near is not None:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
+        work = Work(flops(op, inputs, outputs, attributes) if matmul else 0, bytes_moved(op, inputs, outputs))
         time_s, spread = self.roofline(kind, dtype, work)
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
 
@@ -162,6 +161,15 @@ class OperatorPrices:
         if work.flops:
             compute_s = work.flops / (prior.flops_efficiency * peak_flops(self.device, dtype))
         return floor_s + max(compute_s, memory_s), prior.spread
+
+
+def _from_rows(found: Estimate, op: str, shapes: str, dtype: str, family: str, host_s: float) -> OpPrice:
+    """A measured price; without shapes (a fill, say) other sizes cannot be told apart, so it is interpolated."""
+    if shapes:
+        return OpPrice(found.time_s, found.spread, "measured", family, (f"{op} {shapes} {dtype}",), host_s)
+    return OpPrice(
+        found.time_s, max(found.spread, LONE_SPREAD), "interpolated", family, (f"{op} {dtype}",), host_s
+    )
 
 
 def peak_flops(device: Device, dtype: str) -> float:

@@ -31,12 +31,14 @@ class LinkPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         bandwidth_efficiency: of the link's bandwidth, for large messages.
+        ramp_bytes: the first bytes of a message, which cost twice.
         base_latency_us: of one call, beside the link's latency for each step.
         spread: standard deviation of the logarithm of the time.
         source: where the numbers come from.
     """
 
     bandwidth_efficiency: float
+    ramp_bytes: float
     base_latency_us: float
     spread: float
     source: str
@@ -48,10 +50,10 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         floor_us, cpu_floor_us: shortest time of a kernel.
         launch_us: host time to launch one operator on a GPU; `launch_spread` of its logarithm.
-        cpu_gap_us: host time between two operators on a CPU.
+        cpu_gap_us: host time between two operators on a CPU; `cpu_gap_spread` of its logarithm.
         mfu: of a run about which nothing is known.
         families: by operator family; "default" for the rest.
-        links: by collective library.
+        links: by collective library, or by library and link level ("nccl:infiniband").
         source: one short phrase for a list of assumptions.
     """
 
@@ -60,6 +62,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launch_us: float
     launch_spread: float
     cpu_gap_us: float
+    cpu_gap_spread: float
     mfu: float
     families: dict[str, FamilyPrior]
     links: dict[str, LinkPrior]
@@ -70,9 +73,9 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The prior of an operator family."""
         return self.families.get(name, self.families["default"])
 
-    def link(self, backend: str) -> LinkPrior:
-        """The prior of a collective library."""
-        return self.links.get(backend, self.links["default"])
+    def link(self, backend: str, level: str = "") -> LinkPrior:
+        """The prior of a collective library on a link level: "nccl:infiniband", else "nccl", else the default."""
+        return self.links.get(f"{backend}:{level}") or self.links.get(backend) or self.links["default"]
 
 
 @lru_cache(maxsize=1)
