@@ -1,0 +1,113 @@
+"""Sums of prices: nominal seconds by shared factor and kind of evidence, turned into arrays over draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmprof.extrapolate.collective import CollectivePrices
+from llmprof.extrapolate.compute import OperatorPrices, OpPrice
+from llmprof.extrapolate.partition import Op
+from llmprof.extrapolate.simulate import Array, Call, Calls, add_into
+from llmprof.extrapolate.uncertainty import Factors
+from llmprof.schema.operators import Tensor
+
+
+@dataclass(slots=True)
+class Cost:
+    """A sum of prices.
+
+    Attributes:
+        seconds: nominal seconds by (factor, kind of evidence).
+        weighted: the same times its spread.
+        host_s: host time to launch it all.
+        calls: the collectives among it.
+    """
+
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    weighted: dict[tuple[str, str], float] = field(default_factory=dict)
+    host_s: float = 0.0
+    calls: Calls = field(default_factory=dict)
+
+    def add(self, price: OpPrice, count: float = 1.0) -> None:
+        """Add `count` calls of a price."""
+        self.host_s += price.host_s * count
+        if price.time_s > 0:
+            key = (price.family, price.kind)
+            self.seconds[key] = self.seconds.get(key, 0.0) + price.time_s * count
+            self.weighted[key] = self.weighted.get(key, 0.0) + price.time_s * price.spread * count
+
+    def plus(self, other: Cost) -> Cost:
+        """The sum of both."""
+        total = Cost(dict(self.seconds), dict(self.weighted), self.host_s + other.host_s, dict(self.calls))
+        add_into(total.seconds, other.seconds)
+        add_into(total.weighted, other.weighted)
+        add_into(total.calls, other.calls)
+        return total
+
+    @property
+    def nominal_s(self) -> float:
+        """Nominal seconds without host time."""
+        return sum(self.seconds.values())
+
+    def sample(self, factors: Factors) -> Array:
+        """Seconds in every draw, shape (1 + draws,): what shares a factor errs together."""
+        total = np.zeros(1 + factors.draws)
+        for (name, kind), seconds in self.seconds.items():
+            total += seconds * factors.factor(f"{name}:{kind}", self.weighted[name, kind] / seconds)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """What operators and collectives cost on the target.
+
+    Attributes:
+        group: (group size, span in devices) of each mesh axis that communicates.
+    """
+
+    operators: OperatorPrices
+    collectives: CollectivePrices
+    group: dict[str, tuple[int, int]]
+
+    def compute(self, ops: Iterable[Op]) -> Cost:
+        """Operators of a list, collectives left out."""
+        cost = Cost()
+        for op in ops:
+            if not op.collective:
+                cost.add(self.operators.price(op.op, op.inputs, op.outputs, op.attributes), op.count)
+        return cost
+
+    def communication(self, ops: Iterable[Op]) -> Cost:
+        """Collectives of a list."""
+        cost = Cost()
+        for op in ops:
+            if op.collective:
+                cost = cost.plus(self.collective(op.collective, op.message_bytes, op.axis or "tp", op.count))
+        return cost
+
+    def collective(self, kind: str, size_bytes: int, axis: str, count: int = 1) -> Cost:
+        """`count` collectives over a mesh axis; nothing over a group of one."""
+        size, span = self.group[axis]
+        cost = Cost()
+        if size > 1 and size_bytes > 0:
+            cost = self.call(Call(kind, axis, size, span, size_bytes), count)
+        return cost
+
+    def call(self, call: Call, count: int = 1) -> Cost:
+        """`count` equal collectives, with the host time of their launches."""
+        price = self.collectives.price(call.kind, call.size_bytes, call.group_size, call.span)
+        cost = Cost(calls={call: float(count)})
+        cost.add(price._replace(host_s=self.operators.host_us() * 1e-6), count)
+        return cost
+
+    def copy(self, op: str, numel: int, *, source: str, target: str, calls: int = 1) -> Cost:
+        """`calls` copies that together move `numel` elements from one dtype to another."""
+        cost = Cost()
+        if numel > 0:
+            shape = (max(1, numel // calls),)
+            price = self.operators.price(op, (Tensor(shape, source),), (Tensor(shape, target),))
+            cost.add(price, calls)
+        return cost

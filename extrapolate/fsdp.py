@@ -1,0 +1,100 @@
+"""Sharded parameters on a stage's streams: gathered before use (the next unit ahead), gradients scattered after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmprof.extrapolate.cost import Cost, Prices
+from llmprof.extrapolate.machine import Machine, Segment
+from llmprof.extrapolate.partition import Parameter, Plan
+from llmprof.extrapolate.simulate import Array, Streams
+from llmprof.schema.operators import ITEM_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Parameters that are gathered and scattered together: one block, or all that is in no block (the root).
+
+    Attributes:
+        gather: copy-in, cast and all-gather.
+        unpack: copies from the gathered buffer into the parameters.
+        pack: copies of the gradients into the buffer to be reduced.
+        reduce: reduce-scatter, and the all-reduce over replicas where there are some.
+    """
+
+    gather: Segment
+    unpack: Segment
+    pack: Segment
+    reduce: Segment
+
+
+def fsdp_unit(parameters: Sequence[Parameter], plan: Plan, machine: Machine) -> Unit:
+    """The traffic of one unit. Weights travel in the compute dtype, gradients in the parameters' own dtype."""
+    costs = _unit_costs(parameters, plan, machine.prices)
+    return Unit(**{name: machine.segment({"dp": cost}) for name, cost in costs.items()})
+
+
+def _unit_costs(parameters: Sequence[Parameter], plan: Plan, prices: Prices) -> dict[str, Cost]:
+    numel = sum(p.numel for p in parameters)
+    shard = prices.group["shard"][0]
+    stored = parameters[0].dtype if parameters else "float32"
+    working = plan.precision.activation if plan.precision.changes else stored
+    local = -(-numel // shard)
+    padded = local * shard
+    gather = prices.copy("fsdp::all_gather_copy_in", local, source=stored, target=working)
+    reduce = prices.collective("reduce_scatter", padded * ITEM_BYTES.get(stored, 4), "shard")
+    return {
+        "gather": gather.plus(prices.collective("all_gather", padded * ITEM_BYTES.get(working, 4), "shard")),
+        "unpack": prices.copy("fsdp::split_with_sizes_copy", padded, source=working, target=working),
+        "pack": prices.copy("fsdp::chunk_cat", padded, source=working, target=stored),
+        "reduce": reduce.plus(
+            prices.collective("all_reduce", local * ITEM_BYTES.get(stored, 4), "replicate")
+        ),
+    }
+
+
+@dataclass(slots=True)
+class Gatherer:
+    """Gathers the units of one pass in the order in which they are used, one ahead of the computation.
+
+    Where gathering blocks the main stream (gloo) nothing is fetched ahead.
+    """
+
+    machine: Machine
+    streams: Streams
+    units: Sequence[Unit]
+    _ready: dict[int, Array] = field(default_factory=dict)
+    _used: int = 0
+
+    def prefetch(self) -> None:
+        """Start gathering the next unit, unless that would block."""
+        if not self.machine.serial_fsdp:
+            self._issue(self._used)
+
+    def use(self) -> None:
+        """Hold the main stream until the next unit is there, copy it out, and fetch the one after it."""
+        self._issue(self._used)
+        self.streams.wait(self._ready[self._used], "dp")
+        self.machine.run(self.streams, self.units[self._used].unpack)
+        self._used += 1
+        self.prefetch()
+
+    def _issue(self, index: int) -> None:
+        if index in self._ready or index >= len(self.units):
+            return
+        gather = self.units[index].gather
+        if self.machine.serial_fsdp:
+            self._ready[index] = self.machine.run(self.streams, gather, "all_gather", "communication")
+        else:
+            after = (self.streams.now(),) if index else ()
+            self._ready[index] = self.machine.beside(self.streams, gather, after, "all_gather")
+
+
+def scatter(unit: Unit, machine: Machine, streams: Streams) -> None:
+    """Pack a unit's gradients and reduce them over the shards."""
+    machine.run(streams, unit.pack)
+    if machine.serial_fsdp:
+        machine.run(streams, unit.reduce, "reduce_scatter", "communication")
+    else:
+        machine.beside(streams, unit.reduce, (streams.now(),), "reduce_scatter")

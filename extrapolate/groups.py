@@ -1,0 +1,54 @@
+"""Which devices the groups of a mesh axis spread over, from the layout's order and the cluster's link levels."""
+
+from __future__ import annotations
+
+from math import prod
+
+from llmprof.schema.cluster import Cluster
+from llmprof.schema.layout import Layout
+
+
+def axis_stride(layout: Layout, axis: str) -> int:
+    """Distance in ranks between neighbours of an axis: the product of the degrees of the axes inside it."""
+    degrees = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    order = layout.order.split("-")
+    return prod(degrees.get(inner, 1) for inner in order[: order.index(axis)])
+
+
+def axis_groups(layout: Layout, cluster: Cluster) -> dict[str, tuple[int, int]]:
+    """(group size, span in devices) by name: "tp", "dp", "shard" and "replicate" (the halves of dp), "pp"."""
+    stride = axis_stride(layout, "dp")
+    sizes = {
+        "tp": (layout.tp, axis_stride(layout, "tp") * layout.tp),
+        "dp": (layout.dp, stride * layout.dp),
+        "shard": (layout.dp_shard, stride * layout.dp_shard),
+        "replicate": (layout.dp_replicate, stride * layout.dp),
+        "pp": (layout.pp, axis_stride(layout, "pp") * layout.pp),
+    }
+    return {name: (size, _aligned_span(span, cluster, layout.gpus)) for name, (size, span) in sizes.items()}
+
+
+def boundary_span(layout: Layout, cluster: Cluster, boundary: int) -> int:
+    """Devices that the slowest pair of neighbours over a stage boundary spreads over."""
+    stride = axis_stride(layout, "pp")
+    first = range(boundary * stride, (boundary + 1) * stride)
+    for level in cluster.links:
+        if level.span and all(rank // level.span == (rank + stride) // level.span for rank in first):
+            return min(level.span, 2 * stride)
+    return max(2 * stride, _beyond_finite_levels(cluster))
+
+
+def _aligned_span(span: int, cluster: Cluster, world: int) -> int:
+    """A group of `span` devices that does not divide the level it would fit in lies across two of its units."""
+    if span >= world:
+        return span
+    for level in cluster.links:
+        if level.span and span <= level.span:
+            if level.span % span == 0:
+                return span
+            span = level.span + 1
+    return span
+
+
+def _beyond_finite_levels(cluster: Cluster) -> int:
+    return 1 + max((level.span for level in cluster.links), default=0)

@@ -1,0 +1,179 @@
+"""Peak memory of one rank of every stage: state by ZeRO stage, activations in flight, buffers, temporaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmprof.extrapolate.partition import LayerWork, Parameter, Plan, parameter_bytes
+from llmprof.extrapolate.simulate import Array
+from llmprof.extrapolate.uncertainty import Factors, interval
+from llmprof.schema.cluster import Cluster
+from llmprof.schema.operators import ITEM_BYTES
+
+FRAMEWORK_BYTES = {"cpu": 250e6, "cuda": 300e6, "rocm": 300e6}
+"""Process (CPU) or libraries' workspaces (GPU) beside the tensors: assumed. Driver and context are not in a
+device's usable memory to begin with."""
+COLLECTIVE_LIBRARY_BYTES = {"nccl": 400e6, "rccl": 400e6, "gloo": 20e6}
+"""Buffers of the collective library when there is more than one rank: assumed."""
+SLACK = {"cpu": 0.02, "cuda": 0.06, "rocm": 0.06}
+"""Reserved but unused by the allocator, as a share of everything that is not state: assumed."""
+SPREADS = {"activations": 0.06, "temporary": 0.3, "framework": 0.3, "slack": 0.5}
+TIGHT_FRACTION = 0.92
+"""Usable share above which a fit is called tight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryForecast:
+    """Peak memory of the stage that needs the most.
+
+    Attributes:
+        stages: nominal bytes by category, for each stage.
+        p50, p90: bytes of the largest stage.
+        usable: of one device.
+    """
+
+    stages: tuple[dict[str, int], ...]
+    p50: int
+    p90: int
+    usable: int
+    oom_probability: float
+
+    @property
+    def verdict(self) -> str:
+        """ "oom" when it is at least as likely as not, "tight" when it could be, else "fits"."""
+        if self.oom_probability >= 0.5:
+            return "oom"
+        return "tight" if self.p90 > self.usable or self.p50 > TIGHT_FRACTION * self.usable else "fits"
+
+
+def forecast_memory(
+    plan: Plan, cluster: Cluster, factors: Factors, in_flight: Sequence[int]
+) -> MemoryForecast:
+    """Memory of every stage.
+
+    Args:
+        in_flight: for each stage, the most microbatches whose activations are held at once.
+    """
+    stages = tuple(stage_memory(plan, cluster, s, in_flight[s]) for s in range(len(plan.stages)))
+    draws = [_sample(categories, factors) for categories in stages]
+    peak: Array = np.maximum.reduce(draws)
+    usable = cluster.device.usable_memory_bytes
+    found = interval(peak)
+    sampled = peak[1:] if len(peak) > 1 else peak
+    return MemoryForecast(
+        stages=stages,
+        p50=round(found.p50),
+        p90=round(found.p90),
+        usable=usable,
+        oom_probability=float(np.mean(sampled > usable)),
+    )
+
+
+def _sample(categories: dict[str, int], factors: Factors) -> Array:
+    total = np.zeros(1 + factors.draws)
+    for category, size in categories.items():
+        spread = SPREADS.get(category, 0.0)
+        total += size * (factors.factor(f"memory:{category}", spread) if spread else 1.0)
+    return total
+
+
+def stage_memory(plan: Plan, cluster: Cluster, stage: int, in_flight: int) -> dict[str, int]:
+    """Nominal bytes by category on one rank of a stage; the peak is their sum."""
+    kind = cluster.device.kind
+    state = state_bytes(plan, stage)
+    layers = [(plan.layers[name], count) for name, count in plan.stages[stage]]
+    activations = in_flight * activation_bytes(layers, recompute=plan.layout.recompute == "full")
+    temporary = max((layer.temporary_bytes for layer, _ in layers), default=0)
+    if plan.layout.recompute == "full":
+        temporary += max((layer.saved_bytes for layer, _ in layers if layer.kind == "block"), default=0)
+    communication = buffer_bytes(plan, cluster, stage)
+    library = COLLECTIVE_LIBRARY_BYTES.get(cluster.backend, 0.0) if plan.layout.gpus > 1 else 0.0
+    return {
+        **state,
+        "activations": activations,
+        "temporary": temporary,
+        "communication": communication,
+        "slack": round(SLACK.get(kind, 0.05) * (activations + temporary + communication)),
+        "framework": round(FRAMEWORK_BYTES.get(kind, 300e6) + library),
+    }
+
+
+def state_bytes(plan: Plan, stage: int) -> dict[str, int]:
+    """Parameters, gradients and optimizer state of one rank.
+
+    A narrower working copy beside float32 masters (mixed precision) counts as parameters, the masters as optimizer
+    state; with zero=3 the sharded parameters are the masters and working copies exist only while gathered.
+    """
+    layout, held = plan.layout, plan.stage_parameters(stage)
+    trainable = tuple(p for p in held if p.trainable)
+    optimizer = plan.workload.optimizer
+    slots = optimizer.state_slots * parameter_bytes(trainable, optimizer.state_dtype)
+    gradients, parameters = parameter_bytes(trainable), parameter_bytes(held)
+    shard = layout.dp_shard
+    if plan.precision.mixed and layout.zero < 3:
+        slots += parameter_bytes(trainable, "float32")
+        parameters = parameter_bytes(held, plan.precision.activation)
+    if layout.zero == 3 and layout.pp > 1:
+        gradients += parameter_bytes(trainable, plan.precision.activation) * shard
+    return {
+        "parameters": _share(parameters, shard if layout.zero == 3 else 1),
+        "gradients": _share(gradients, shard if layout.zero >= 2 else 1),
+        "optimizer": _share(slots, shard if layout.zero >= 1 else 1),
+    }
+
+
+def _share(size: int, shard: int) -> int:
+    return -(-size // shard)
+
+
+def activation_bytes(layers: Sequence[tuple[LayerWork, int]], *, recompute: bool) -> int:
+    """Saved for the backward of one microbatch; with recomputation a block keeps only what it was given."""
+    total = 0
+    for layer, count in layers:
+        kept = layer.boundary_bytes if recompute and layer.kind == "block" else layer.saved_bytes
+        total += count * kept
+    return total
+
+
+def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
+    """Communication buffers: buckets (zero=0 to 2), or gathered parameters and unsharded gradients (zero=3)."""
+    layout = plan.layout
+    held = plan.stage_parameters(stage)
+    trainable = tuple(p for p in held if p.trainable)
+    if layout.dp == 1:
+        return 0
+    if layout.zero == 0:
+        return parameter_bytes(trainable)
+    if layout.zero < 3:
+        return min(parameter_bytes(trainable), 25 << 20)
+    working = plan.precision.activation if plan.precision.changes else ""
+    units = {name: plan.layers[name].parameters for name, _ in plan.stages[stage] if _is_block(plan, name)}
+    block = max(units.values(), key=parameter_bytes, default=())
+    root = tuple(
+        p
+        for name, count in plan.stages[stage]
+        if not _is_block(plan, name)
+        for p in _held_by(plan, stage, name) * count
+    )
+    reduced = _unit_gradients(block, working)
+    if layout.pp > 1:
+        return parameter_bytes(held, working) + reduced
+    ahead = 1 if cluster.device.kind == "cpu" else 2
+    return parameter_bytes(root, working) + ahead * parameter_bytes(block, working) + reduced
+
+
+def _unit_gradients(block: tuple[Parameter, ...], working: str) -> int:
+    """Gradients of one unit before they are reduced: as computed, and packed in the dtype that is reduced."""
+    return sum(p.numel * (ITEM_BYTES.get(working or p.dtype, 4) + ITEM_BYTES.get(p.dtype, 4)) for p in block)
+
+
+def _is_block(plan: Plan, name: str) -> bool:
+    return plan.layers[name].kind == "block"
+
+
+def _held_by(plan: Plan, stage: int, name: str) -> tuple[Parameter, ...]:
+    layer = plan.layers[name]
+    return layer.own_parameters if stage == 0 else layer.parameters

@@ -1,0 +1,278 @@
+"""Workload, layout, sequence length -> the operators, parameters and stages of each rank, in concrete shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import prod
+
+from llmprof.errors import LayoutError, WorkloadError
+from llmprof.extrapolate.precision import PrecisionRule
+from llmprof.extrapolate.request import choose_class
+from llmprof.schema.layout import Layout
+from llmprof.schema.operators import (
+    ITEM_BYTES,
+    MATMUL_FAMILIES,
+    Tensor,
+    family,
+    flops,
+    size_bytes,
+)
+from llmprof.schema.workload import ClassTrace, LayerSpec, LayerTrace, OpSpec, TensorSpec, Workload
+
+Names = tuple[tuple[str, int], ...]
+"""Run-length list of layer names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """`count` equal calls of an operator or collective with concrete local shapes."""
+
+    op: str
+    phase: str
+    module: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    count: int
+    attributes: frozenset[str]
+    collective: str
+    axis: str
+    family: str
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one call."""
+        return flops(self.op, self.inputs, self.outputs, self.attributes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Message of a collective: the full buffer for gather and scatter, else the tensor."""
+        tensors = self.outputs if self.collective == "all_gather" else self.inputs
+        return sum(size_bytes(t) for t in tensors or self.inputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a layer: elements on one tensor-parallel rank, dtype as captured."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    tied_to: str
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWork:
+    """What one layer does for one microbatch on one rank, before data parallelism.
+
+    Attributes:
+        saved_bytes: kept from forward to backward; `boundary_bytes` is the part handed to the next layer.
+        temporary_bytes: the two largest results of one backward operator's neighbourhood, live at once.
+    """
+
+    name: str
+    kind: str
+    module: str
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    optimizer: tuple[Op, ...]
+    parameters: tuple[Parameter, ...]
+    saved_bytes: int
+    boundary_bytes: int
+    temporary_bytes: int
+
+    @property
+    def matmul_flops(self) -> int:
+        """Matmul FLOPs of forward and backward of one microbatch."""
+        return sum(o.count * o.flops for o in (*self.forward, *self.backward) if o.family in MATMUL_FAMILIES)
+
+    @property
+    def own_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters that are not a tie to another layer's."""
+        return tuple(p for p in self.parameters if not p.tied_to)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A workload laid over stages.
+
+    Attributes:
+        layers: work by layer name.
+        stages: for each pipeline stage its layers in forward order, run-length encoded.
+        tied: parameters that live on two stages (their gradients are summed at the step's end).
+    """
+
+    workload: Workload
+    layout: Layout
+    seq: int
+    precision: PrecisionRule
+    layers: dict[str, LayerWork]
+    stages: tuple[Names, ...]
+    tied: tuple[Parameter, ...] = ()
+
+    def stage_parameters(self, stage: int) -> tuple[Parameter, ...]:
+        """Parameters held by a stage, ties within the stage once, ties to another stage as a copy."""
+        held: list[Parameter] = []
+        has_prologue = stage == 0
+        for name, count in self.stages[stage]:
+            layer = self.layers[name]
+            own = layer.own_parameters if has_prologue else layer.parameters
+            held.extend(own * count)
+        return tuple(held)
+
+
+def partition(workload: Workload, layout: Layout, *, seq: int, precision: PrecisionRule) -> Plan:
+    """Lay a workload over the stages and tensor-parallel ranks of a layout.
+
+    Args:
+        seq: tokens per sequence.
+
+    Raises:
+        WorkloadError: the class of degrees was not traced.
+        LayoutError: more stages than blocks, or too much work without a tensor-parallel plan.
+    """
+    trace = choose_class(workload, layout, seq)
+    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision)
+    layers = {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
+    stages = split_stages(workload, layers, layout.pp)
+    tied = tuple(p for n, _ in stages[-1] for p in layers[n].parameters if p.tied_to) if layout.pp > 1 else ()
+    return Plan(
+        workload=workload,
+        layout=layout,
+        seq=seq,
+        precision=precision,
+        layers=layers,
+        stages=stages,
+        tied=tied,
+    )
+
+
+def _layer_trace(trace: ClassTrace, spec: LayerSpec) -> LayerTrace:
+    found = trace.layers.get(spec.name)
+    if found is None:
+        raise WorkloadError(
+            f"the trace of tp={trace.tp} has no layer {spec.name!r}", hint="trace the model again"
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evaluate:
+    """Turns symbolic specs into concrete ones at one (batch, seq, precision)."""
+
+    batch: int
+    seq: int
+    precision: PrecisionRule
+
+    def layer(self, spec: LayerSpec, trace: LayerTrace) -> LayerWork:
+        ops = [self.op(o, loss=spec.kind == "loss") for o in trace.ops]
+        locals_ = trace.parameters or tuple(p.shape for p in spec.parameters)
+        backward = tuple(o for o in ops if o.phase.startswith("backward"))
+        saved = tuple(self.tensor(t) for t in trace.saved)
+        boundary: tuple[Tensor, ...] = (self.tensor(trace.boundary),) if trace.boundary else ()
+        if spec.kind != "loss":
+            saved, boundary = self.precision.activations(saved), self.precision.activations(boundary)
+        results = sorted((sum(size_bytes(t) for t in o.outputs) for o in backward), reverse=True)
+        return LayerWork(
+            name=spec.name,
+            kind=spec.kind,
+            module=spec.module,
+            forward=tuple(o for o in ops if o.phase == "forward"),
+            backward=backward,
+            optimizer=tuple(o for o in ops if o.phase == "optimizer"),
+            parameters=tuple(
+                Parameter(
+                    name=p.name, shape=tuple(shape), dtype=p.dtype, trainable=p.trainable, tied_to=p.tied_to
+                )
+                for p, shape in zip(spec.parameters, locals_, strict=True)
+            ),
+            saved_bytes=sum(size_bytes(t) for t in saved),
+            boundary_bytes=sum(size_bytes(t) for t in boundary),
+            temporary_bytes=sum(results[:2]),
+        )
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        return Tensor(spec.shape_at(self.batch, self.seq), spec.dtype, spec.group)
+
+    def op(self, spec: OpSpec, *, loss: bool) -> Op:
+        inputs = tuple(self.tensor(t) for t in spec.inputs)
+        outputs = tuple(self.tensor(t) for t in spec.outputs)
+        found = "collective" if spec.collective else family(spec.op)
+        if spec.phase != "optimizer" and self.precision.changes:
+            if found in MATMUL_FAMILIES:
+                inputs, outputs = self.precision.matmul(inputs), self.precision.activations(outputs)
+            elif not loss:
+                inputs, outputs = self.precision.activations(inputs), self.precision.activations(outputs)
+        return Op(
+            op=spec.op,
+            phase=spec.phase,
+            module=spec.module,
+            inputs=inputs,
+            outputs=outputs,
+            count=spec.count,
+            attributes=frozenset(spec.attributes),
+            collective=spec.collective,
+            axis=spec.axis,
+            family=found,
+        )
+
+
+def split_stages(workload: Workload, layers: dict[str, LayerWork], stages: int) -> tuple[Names, ...]:
+    """Layers of each stage: equal numbers of blocks when they divide, else balanced by matmul FLOPs.
+
+    What comes before the first block stays on the first stage, what comes after the last on the last.
+
+    Raises:
+        LayoutError: fewer blocks than stages.
+    """
+    order = [name for name, count in workload.sequence for _ in range(count)]
+    if stages == 1:
+        return (_run_length(order),)
+    blocks = [i for i, name in enumerate(order) if layers[name].kind == "block"]
+    if len(blocks) < stages:
+        raise LayoutError(
+            f"pp={stages} needs at least {stages} blocks, but the model has {len(blocks)}",
+            hint=f"set pp={max(1, len(blocks))} or less",
+        )
+    if len(blocks) % stages == 0:
+        size = len(blocks) // stages
+        cuts = [blocks[size * i] for i in range(1, stages)]
+    else:
+        cuts = _balanced_cuts([layers[name].matmul_flops for name in order], blocks, stages)
+    edges = [0, *cuts, len(order)]
+    return tuple(_run_length(order[a:b]) for a, b in pairwise(edges))
+
+
+def _balanced_cuts(weights: list[int], blocks: list[int], stages: int) -> list[int]:
+    """Cut positions (each at a block) that minimise the heaviest stage; exact, by dynamic programming."""
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    starts = [0, *blocks[1:], len(weights)]
+    best = {(1, j): (total[starts[j]], 0) for j in range(1, len(starts))}
+    for k in range(2, stages + 1):
+        for j in range(k, len(starts)):
+            best[(k, j)] = min(
+                (max(best[(k - 1, i)][0], total[starts[j]] - total[starts[i]]), i) for i in range(k - 1, j)
+            )
+    cuts: list[int] = []
+    j = len(starts) - 1
+    for k in range(stages, 1, -1):
+        j = best[(k, j)][1]
+        cuts.append(starts[j])
+    return cuts[::-1]
+
+
+def _run_length(names: list[str]) -> Names:
+    return tuple((name, len(list(group))) for name, group in groupby(names))
+
+
+def parameter_bytes(parameters: tuple[Parameter, ...], dtype: str = "") -> int:
+    """Bytes of parameters, in their own dtype or in the one given."""
+    return sum(p.numel * ITEM_BYTES.get(dtype or p.dtype, 4) for p in parameters)

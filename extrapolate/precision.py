@@ -1,0 +1,75 @@
+"""Dtype rule: the dtypes of a trace captured in one precision, as the target precision would have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmprof.schema.operators import Tensor
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+_STORED = {"float8": "bfloat16", "tfloat32": "float32"}
+"""Dtype in which activations are kept when matmuls compute in the key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionRule:
+    """How dtypes change from the captured to the target precision.
+
+    Attributes:
+        captured: compute dtype of the matmuls when captured.
+        target: compute dtype asked for; matmul peaks are looked up under it.
+    """
+
+    captured: str
+    target: str
+
+    @property
+    def changes(self) -> bool:
+        """True when the target is not what was captured."""
+        return self.captured != self.target
+
+    @property
+    def activation(self) -> str:
+        """Dtype of activations between operators, of gathered weights and of saved tensors."""
+        return _STORED.get(self.target, self.target)
+
+    @property
+    def mixed(self) -> bool:
+        """True when float32 master weights are kept beside a narrower working copy."""
+        return self.changes and self.activation in ("bfloat16", "float16")
+
+    def activations(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors of an operator outside loss and optimizer, floats in the activation dtype."""
+        return self._convert(tensors, self.activation)
+
+    def matmul(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors of a matmul or attention, floats in the compute dtype."""
+        return self._convert(tensors, self.target)
+
+    def _convert(self, tensors: tuple[Tensor, ...], dtype: str) -> tuple[Tensor, ...]:
+        if not self.changes:
+            return tensors
+        return tuple(t._replace(dtype=dtype) if t.dtype in FLOATS else t for t in tensors)
+
+
+def choose_precision(*, captured: str, asked: str, device_kind: str) -> PrecisionRule:
+    """The rule for a layout's `precision` (or "") on a device kind.
+
+    Without a wish the captured precision stays, except that a float32 capture is forecast in bfloat16 on a GPU.
+    """
+    if asked:
+        return PrecisionRule(captured=captured, target=asked)
+    if captured == "float32" and device_kind != "cpu":
+        return PrecisionRule(captured=captured, target="bfloat16")
+    return PrecisionRule(captured=captured, target=captured)
+
+
+def precision_assumption(rule: PrecisionRule) -> str | None:
+    """One sentence for the user, None when nothing is changed."""
+    if not rule.changes:
+        return None
+    masters = "; float32 master weights, gradients and optimizer state" if rule.mixed else ""
+    return (
+        f"precision {rule.target} (captured: {rule.captured}): matmul and attention inputs and saved activations "
+        f"in {rule.activation}; loss and norm statistics in float32{masters}"
+    )

@@ -1,0 +1,115 @@
+"""A layout as typed and a global batch -> the layout that is simulated, or one clear line why it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmprof.errors import LayoutError, WorkloadError
+from llmprof.schema.cluster import Cluster
+from llmprof.schema.layout import Layout
+from llmprof.schema.workload import ClassTrace, Workload
+
+SUPPORTED_SCHEDULES = ("gpipe", "1f1b")
+MAX_REPLICATED_FLOPS = 0.05
+
+
+def check_supported(layout: Layout, cluster: Cluster) -> None:
+    """Refuse what is not modelled, and more devices than the cluster has.
+
+    Raises:
+        LayoutError: with the part that is not supported, or the device arithmetic.
+    """
+    unsupported = (
+        (layout.cp > 1, f"context parallelism (cp={layout.cp})", "leave cp out"),
+        (layout.ep > 1, f"expert parallelism (ep={layout.ep})", "leave ep out"),
+        (layout.vpp > 1, f"virtual pipeline stages (vpp={layout.vpp})", "leave vpp out"),
+        (layout.offload != "none", f"offload={layout.offload}", "leave offload out"),
+        (layout.recompute == "selective", "recompute=selective", "use recompute=none or full"),
+        (
+            layout.schedule not in SUPPORTED_SCHEDULES,
+            f"schedule={layout.schedule}",
+            f"use {' or '.join(SUPPORTED_SCHEDULES)}",
+        ),
+    )
+    for refused, what, hint in unsupported:
+        if refused:
+            raise LayoutError(f"not supported yet: {what}", hint=hint)
+    if cluster.max_devices is not None and layout.gpus > cluster.max_devices:
+        raise LayoutError(
+            f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.gpus}, but "
+            f"{cluster.name} has {cluster.max_devices} devices",
+            hint="lower a degree",
+        )
+
+
+def resolve_batch(layout: Layout, workload: Workload, global_batch: int | None) -> tuple[Layout, str]:
+    """The layout with its final `accum`, and one sentence about the global batch.
+
+    Args:
+        global_batch: sequences per step; None for the captured one (strong scaling).
+
+    Raises:
+        LayoutError: the global batch is not dp x mb x accum.
+    """
+    per_pass = layout.dp * layout.mb
+    if global_batch is not None:
+        if global_batch == layout.global_batch:
+            return layout, f"global batch {global_batch} sequences, as asked"
+        if layout.accum == 1 and global_batch >= per_pass and global_batch % per_pass == 0:
+            accum = global_batch // per_pass
+            return replace(layout, accum=accum), (
+                f"global batch {global_batch} sequences = dp {layout.dp} x mb {layout.mb} x accum {accum}"
+            )
+        raise LayoutError(
+            f"dp {layout.dp} x mb {layout.mb} x accum {layout.accum} = {layout.global_batch} sequences, "
+            f"not the global batch of {global_batch}",
+            hint=f"choose dp x mb x accum = {global_batch}, or leave accum out",
+        )
+    captured = workload.dp * workload.batch * workload.accum
+    if captured == layout.global_batch:
+        return layout, f"global batch {captured} sequences, as captured (strong scaling)"
+    if layout.accum == 1 and captured % per_pass == 0 and captured > per_pass:
+        accum = captured // per_pass
+        return replace(layout, accum=accum), (
+            f"global batch {captured} sequences, as captured (strong scaling): accum {accum}"
+        )
+    return layout, (
+        f"global batch {layout.global_batch} sequences = dp {layout.dp} x mb {layout.mb} x accum {layout.accum}, "
+        f"not the captured {captured}"
+    )
+
+
+def choose_class(workload: Workload, layout: Layout, seq: int) -> ClassTrace:
+    """The traced class of a layout's degrees that holds at its microbatch and sequence length.
+
+    Raises:
+        WorkloadError: no such class was traced, or it holds for another batch or sequence length only.
+        LayoutError: the model's tensor-parallel plan leaves too much work replicated.
+    """
+    same = [c for c in workload.classes if c.tp == layout.tp and c.sp == layout.sp]
+    if not same:
+        traced = ", ".join(f"tp={c.tp}{' sp=1' if c.sp else ''}" for c in workload.classes) or "none"
+        why = f": {workload.tp_refusal}" if workload.tp_refusal else ""
+        raise WorkloadError(
+            f"tp={layout.tp}{' sp=1' if layout.sp else ''} was not traced for this model{why}",
+            hint=f"traced classes: {traced}",
+        )
+    for trace in same:
+        if trace.batch in (None, layout.mb) and trace.seq in (None, seq):
+            _check_replicated(trace, layout)
+            return trace
+    held = "; ".join(f"mb={c.batch or 'any'}, seq={c.seq or 'any'}" for c in same)
+    raise WorkloadError(
+        f"the trace of tp={layout.tp} does not hold at mb={layout.mb}, seq={seq}",
+        hint=f"it holds at {held}",
+    )
+
+
+def _check_replicated(trace: ClassTrace, layout: Layout) -> None:
+    if trace.replicated_flops_fraction > MAX_REPLICATED_FLOPS:
+        modules = ", ".join(trace.replicated_modules) or "not named"
+        raise LayoutError(
+            f"{trace.replicated_flops_fraction:.0%} of the matmul work has no tensor-parallel plan at "
+            f"tp={layout.tp}: {modules}",
+            hint="use tp=1 for this model",
+        )

@@ -1,0 +1,152 @@
+"""Time of one stage's forward, backward and end of step: its layers and data-parallel traffic run on its streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_buckets
+from llmprof.extrapolate.cost import Cost
+from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, scatter
+from llmprof.extrapolate.layers import LayerSegments
+from llmprof.extrapolate.machine import Machine
+from llmprof.extrapolate.partition import Parameter, Plan, parameter_bytes
+from llmprof.extrapolate.schedule import Backward, Forward
+from llmprof.extrapolate.simulate import Call, Pass, Streams
+
+
+@dataclass(slots=True)
+class Stage:
+    """One pipeline stage on one rank.
+
+    Attributes:
+        segments: of each kind of layer.
+        gathers: for each instruction, whether sharded blocks must be gathered first.
+    """
+
+    index: int
+    plan: Plan
+    machine: Machine
+    segments: dict[str, LayerSegments]
+    gathers: dict[Forward | Backward, bool]
+    _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
+    _units: dict[str, Unit] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Layers in forward order."""
+        return [name for name, count in self.plan.stages[self.index] for _ in range(count)]
+
+    def run(self, instruction: Forward | Backward) -> Pass:
+        """The pass behind an instruction; equal passes are simulated once.
+
+        Gradients are reduced with the last microbatch; sharded gradients (zero=2, and zero=3 outside a
+        pipeline) with every one.
+        """
+        layout = self.plan.layout
+        pipelined = layout.pp > 1
+        first = instruction.microbatch == 0
+        gather = layout.zero == 3 and (not pipelined or self.gathers[instruction])
+        if isinstance(instruction, Forward):
+            root = layout.zero == 3 and (first or not pipelined)
+            key: tuple[object, ...] = ("forward", gather, root)
+            if key not in self._passes:
+                self._passes[key] = self._forward(gather=gather, root=root)
+        else:
+            last = instruction.microbatch == layout.accum - 1
+            sync = last or layout.zero == 2 or (layout.zero == 3 and not pipelined)
+            key = ("backward", gather, not first, sync)
+            if key not in self._passes:
+                self._passes[key] = self._backward(gather=gather, accumulate=not first, sync=sync)
+        return self._passes[key]
+
+    def _forward(self, *, gather: bool, root: bool) -> Pass:
+        streams, names = self._streams(), self.names
+        if root:
+            Gatherer(self.machine, streams, [self._root_unit()]).use()
+        gatherer = self._gatherer(streams, names if gather else [])
+        for name in names:
+            if gather and self._is_block(name):
+                gatherer.use()
+            self.machine.run(streams, self.segments[name].forward, f"{name} forward", "forward")
+        return self.machine.finish(streams)
+
+    def _backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
+        streams, order, layout = self._streams(), self.names[::-1], self.plan.layout
+        gatherer = self._gatherer(streams, order if gather else [])
+        gatherer.prefetch()
+        reduces = sync and layout.zero < 3 and layout.dp > 1
+        reducer = Reducer(self.machine, streams, self.plan, self._buckets(order) if reduces else ())
+        for position, name in enumerate(order):
+            segments, is_block = self.segments[name], self._is_block(name)
+            if gather and is_block:
+                gatherer.use()
+            if is_block and layout.recompute == "full":
+                self.machine.run(streams, segments.recompute, f"{name} recompute", "recompute")
+            started = streams.now()
+            self.machine.run(streams, segments.backward, f"{name} backward", "backward")
+            if accumulate:
+                self.machine.run(streams, segments.accumulate)
+            if reduces and layout.zero == 0:
+                self.machine.run(streams, bucket_copies(self._trainable(name), self.machine))
+            if sync and layout.zero == 3 and is_block:
+                scatter(self._unit(name, self._held(name)), self.machine, streams)
+            reducer.layer_done(position, started)
+        if sync and layout.zero == 3:
+            scatter(self._root_unit(), self.machine, streams)
+        return self.machine.finish(streams)
+
+    def end_of_step(self) -> Pass:
+        """What follows the last backward: copies out of buckets, tied gradients, optimizer, updated parameters."""
+        streams, machine, layout = self._streams(), self.machine, self.plan.layout
+        if layout.zero == 0 and layout.dp > 1:
+            for name in self.names:
+                machine.run(streams, bucket_copies(self._trainable(name), machine))
+        if self.plan.tied and self.index in (0, layout.pp - 1):
+            segment = machine.segment({"pp": self._tied_reduction()})
+            machine.run(streams, segment, "reduce tied gradients", "communication")
+        for name in self.names:
+            machine.run(streams, self.segments[name].optimizer, f"{name} optimizer", "optimizer")
+        if layout.zero in (1, 2):
+            working = self.plan.precision.activation if self.plan.precision.mixed else ""
+            size = parameter_bytes(self.plan.stage_parameters(self.index), working)
+            segment = machine.segment({"dp": machine.prices.collective("all_gather", size, "shard")})
+            machine.run(streams, segment, "all_gather parameters", "communication")
+        return machine.finish(streams)
+
+    def _tied_reduction(self) -> Cost:
+        prices = self.machine.prices
+        return prices.call(
+            Call("all_reduce", "pp", 2, prices.group["pp"][1], parameter_bytes(self.plan.tied))
+        )
+
+    def _streams(self) -> Streams:
+        return Streams(zero=np.zeros(1 + self.machine.factors.draws))
+
+    def _buckets(self, order: list[str]) -> tuple[Bucket, ...]:
+        return tuple(gradient_buckets([self._trainable(name) for name in order]))
+
+    def _held(self, name: str) -> tuple[Parameter, ...]:
+        """Parameters of a layer that this stage holds: a tie to another stage is a copy."""
+        layer = self.plan.layers[name]
+        return layer.own_parameters if self.index == 0 else layer.parameters
+
+    def _trainable(self, name: str) -> tuple[Parameter, ...]:
+        return tuple(p for p in self._held(name) if p.trainable)
+
+    def _is_block(self, name: str) -> bool:
+        return self.plan.layers[name].kind == "block"
+
+    def _gatherer(self, streams: Streams, names: list[str]) -> Gatherer:
+        units = [self._unit(n, self._held(n)) for n in names if self._is_block(n)]
+        return Gatherer(self.machine, streams, units)
+
+    def _root_unit(self) -> Unit:
+        held = tuple(p for name in self.names if not self._is_block(name) for p in self._held(name))
+        return self._unit("root", held)
+
+    def _unit(self, name: str, parameters: tuple[Parameter, ...]) -> Unit:
+        if name not in self._units:
+            self._units[name] = fsdp_unit(parameters, self.plan, self.machine)
+        return self._units[name]
