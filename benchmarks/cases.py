@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ from examples.train_llama import Decoder, ModelConfig, parallelize
 
 MICROBATCHES = 4
 
-Step = Callable[[], object]
-"""One training step: forward, backward, optimizer."""
+Step = Callable[[], float]
+"""One training step: forward, backward, optimizer. Returns this rank's loss, NaN where the loss is elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +82,24 @@ def build_step(name: str, case: Case) -> tuple[nn.Module, torch.optim.Optimizer,
     model = Decoder(case.model)
     if name == "1f1b":
         return _pipeline_step(model, case)
-    batch = case.batch // 2 if name in ("ddp", "fsdp2") else case.batch
-    inputs, targets = _random_batch(case, batch)
+    inputs, targets = _random_batch(case)
+    if name in ("ddp", "fsdp2"):
+        inputs, targets = inputs.chunk(2)[dist.get_rank()], targets.chunk(2)[dist.get_rank()]
     wrapped = _tensor_parallel(model) if name == "tp" else parallelize(model, name)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
 
-    def step() -> object:
+    def step() -> float:
         loss = loss_fn(wrapped(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.item()
 
     return wrapped, optimizer, step
 
 
-def _random_batch(case: Case, batch: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, case.model.vocab, (batch, case.model.seq + 1))
+def _random_batch(case: Case) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, case.model.vocab, (case.batch, case.model.seq + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -137,17 +139,21 @@ class Stage(nn.Module):
 
 def _pipeline_step(model: Decoder, case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     rank = dist.get_rank()
-    inputs, targets = _random_batch(case, case.batch)
+    inputs, targets = _random_batch(case)
     stage = Stage(model, first=rank == 0)
     schedule = Schedule1F1B(
         PipelineStage(stage, rank, 2, torch.device("cpu")), n_microbatches=MICROBATCHES, loss_fn=loss_fn
     )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-4)
 
-    def step() -> object:
-        output = schedule.step(inputs) if rank == 0 else schedule.step(target=targets)
+    def step() -> float:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
-        return output
+        return sum(loss.item() for loss in losses) / len(losses) if losses else math.nan
 
     return stage, optimizer, step

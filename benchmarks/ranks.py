@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.cases import Case, build_step
 
 REPLY_TIMEOUT_S = 300.0
+WARMUP_STEPS = 2
 
 
 def set_up_rank(rank: int, world: int, port: int) -> None:
@@ -85,9 +88,7 @@ def receive(process: BaseProcess, pipe: Connection) -> Any:
 def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: Case) -> None:
     set_up_rank(rank, world, port)
     _, _, step = build_step(name, case)
-    for _ in range(2):
-        step()
-    pipe.send("ready")
+    pipe.send([step() for _ in range(WARMUP_STEPS)])
     while (num_steps := pipe.recv()) > 0:
         durations = []
         for index in range(num_steps + 1):
@@ -107,6 +108,7 @@ class RankGroup:
     Attributes:
         name: "single" or one of `benchmarks.cases.LAYOUTS`.
         durations_s: every step measured so far, in seconds, the slowest rank of each step.
+        warmup_losses: losses of the warm-up steps, the mean over the ranks that have one.
     """
 
     name: str
@@ -115,8 +117,10 @@ class RankGroup:
 
     def __post_init__(self) -> None:
         self._ranks = start_ranks(_serve, 1 if self.name == "single" else 2, self.name, self.case)
-        for process, pipe in self._ranks:
-            receive(process, pipe)
+        losses = [receive(process, pipe) for process, pipe in self._ranks]
+        self.warmup_losses = [
+            fmean(x for x in step if not math.isnan(x)) for step in zip(*losses, strict=True)
+        ]
 
     def run(self, num_steps: int) -> None:
         """Trains `num_steps` steps and one before them that is not counted."""
@@ -125,11 +129,14 @@ class RankGroup:
         answers = [receive(process, pipe) for process, pipe in self._ranks]
         self.durations_s.extend(max(step) for step in zip(*answers, strict=True))
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for process, pipe in self._ranks:
+    def close(self) -> list[int | None]:
+        """Ends the processes and returns their exit codes."""
+        for _, pipe in self._ranks:
             with suppress(OSError):
                 pipe.send(0)
+        for process, _ in self._ranks:
             process.join(timeout=20)
             if process.is_alive():
                 process.kill()
+                process.join()
+        return [process.exitcode for process, _ in self._ranks]
