@@ -158,7 +158,7 @@ class Capture:
     def _never_raise(self, part: Callable[[], None]) -> None:
         try:
             part()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (it would end the user's training)
             self.guard.caught(error, where="close")
 
     def _disable(self) -> None:
@@ -317,7 +317,8 @@ class Capture:
         finish.write_mfu(self, self._scalars)
         if self._scalars is not None:
             self._scalars.close()
-        logger.info("llmprof: run written to %s", self.state.options.directory)
+        directory = self.state.options.directory
+        logger.info("llmprof: %d steps captured; see: llmprof show %s", len(self.rows), directory)
 
     def _trace_workload(self) -> None:
         workload = tracing.trace(self)

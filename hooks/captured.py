@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmprof.errors import LayoutError
@@ -66,7 +65,7 @@ def _sharded_by_wrapper(modules: Iterable[nn.Module], world_size: int) -> dict[s
 
 def _sharded_by_mesh(root: nn.Module, *, is_fsdp: bool) -> dict[str, int]:
     """Degrees from the DTensor parameters: each mesh axis is replicated (dp), FSDP-sharded or tensor-parallel."""
-    sharded: list[Any] = [p for p in root.parameters() if isinstance(p, DTensor)]
+    sharded: list[Any] = [p for p in root.parameters() if hasattr(p, "placements")]
     meshes = [(p.device_mesh, p.placements) for p in sharded]
     if not meshes:
         return {}

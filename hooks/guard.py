@@ -36,7 +36,7 @@ class Guard:
                 return
             try:
                 function(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (it would end the user's training step)
                 self.caught(error, where=getattr(function, "__name__", "a hook"))
 
         return guarded
@@ -53,5 +53,5 @@ class Guard:
             logger.warning("%s", self.warnings[-1])
             try:
                 self._disable()
-            except Exception as failure:
+            except Exception as failure:  # noqa: BLE001 (nothing more can be done)
                 logger.warning("llmprof could not take its hooks out: %s", failure)

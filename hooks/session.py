@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from llmprof.hooks.capture import Capture
 from llmprof.hooks.options import CaptureOptions, SessionOptions, make_options
@@ -80,7 +80,7 @@ class Session:
         """The run directory."""
         return self._outer.path if self._outer is not None else self._options.directory
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         self.open()
         return self
 
