@@ -14,6 +14,16 @@ from llmprof.schema.profile import (
     SpanRow,
     StepRow,
 )
+from llmprof.schema.workload import (
+    ClassTrace,
+    LayerSpec,
+    LayerTrace,
+    OpSpec,
+    ParameterSpec,
+    Poly,
+    TensorSpec,
+    Workload,
+)
 
 STEP_US = 1000.0
 WINDOW_US = 1250.0
@@ -139,3 +149,62 @@ def source(rank: int = 0) -> SourceRow:
         rank=rank, hostname="node0", device="cpu", device_name="AMD EPYC 7R13", device_count=1, threads=1,
         memory_bytes=16_000_000_000, backend="gloo", clock="perf_counter", software="torch 2.13.0",
     )  # fmt: skip
+
+
+HIDDEN, VOCAB, BLOCKS = 64, 256, 4
+FORECAST_CAPTURE = {"batch": 2, "seq": 32}
+
+
+def workload() -> Workload:
+    """A model of four blocks of one square matmul each, between an embedding and a head."""
+    weight = ParameterSpec(name="weight", shape=(HIDDEN, HIDDEN), dtype="float32")
+    table = ParameterSpec(name="embedding.weight", shape=(VOCAB, HIDDEN), dtype="float32", matmul=False)
+    head = ParameterSpec(name="head.weight", shape=(VOCAB, HIDDEN), dtype="float32")
+    layers = {
+        "prologue": _layer(_matmuls(HIDDEN)[:1], (VOCAB, HIDDEN), op="aten::embedding"),
+        "block0": _layer(_matmuls(HIDDEN), (HIDDEN, HIDDEN)),
+        "epilogue": _layer(_matmuls(VOCAB), (VOCAB, HIDDEN)),
+        "loss": LayerTrace(),
+    }
+    return Workload(
+        name="tiny",
+        layers=(
+            LayerSpec(name="prologue", kind="prologue", parameters=(table,)),
+            LayerSpec(name="block0", kind="block", module="layers.0", parameters=(weight,)),
+            LayerSpec(name="epilogue", kind="epilogue", parameters=(head,)),
+            LayerSpec(name="loss", kind="loss"),
+        ),
+        sequence=(("prologue", 1), ("block0", BLOCKS), ("epilogue", 1), ("loss", 1)),
+        classes=(ClassTrace(layers=layers),),
+        tp_refusal="the model has no tensor-parallel plan",
+        **FORECAST_CAPTURE,
+    )
+
+
+_TOKENS = Poly(cbs=1)
+
+
+def _matmuls(num_outputs: int) -> tuple[OpSpec, ...]:
+    """Forward, input gradient and weight gradient of a linear layer, and its optimizer."""
+    x = TensorSpec((_TOKENS, HIDDEN), "float32")
+    w = TensorSpec((HIDDEN, num_outputs), "float32")
+    y = TensorSpec((_TOKENS, num_outputs), "float32")
+    transposed = TensorSpec((num_outputs, HIDDEN), "float32"), TensorSpec((HIDDEN, _TOKENS), "float32")
+    return (
+        OpSpec(op="aten::mm", phase="forward", inputs=(x, w), outputs=(y,)),
+        OpSpec(op="aten::mm", phase="backward_input", inputs=(y, transposed[0]), outputs=(x,)),
+        OpSpec(op="aten::mm", phase="backward_weight", inputs=(transposed[1], y), outputs=(w,)),
+        OpSpec(op="aten::_fused_adamw_", phase="optimizer", inputs=(w, w, w, w), outputs=(w,)),
+    )
+
+
+def _layer(ops: tuple[OpSpec, ...], parameter: tuple[int, ...], *, op: str = "") -> LayerTrace:
+    saved = TensorSpec((_TOKENS, HIDDEN), "float32")
+    if op:
+        ids = TensorSpec((_TOKENS,), "int64")
+        ops = (
+            OpSpec(
+                op=op, phase="forward", inputs=(TensorSpec((VOCAB, HIDDEN), "float32"), ids), outputs=(saved,)
+            ),
+        )
+    return LayerTrace(ops=ops, saved=(saved,), boundary=saved, parameters=(parameter,))

@@ -16,7 +16,16 @@ from llmprof.report.breakdown import break_down, group_operators
 from llmprof.report.chrome import chrome_trace
 from llmprof.report.steps import choose_steps, rank_weights, slowest_per_step
 from llmprof.report.text import Bar, show_text
-from llmprof.report.units import bytes_text, count_text, percent_text, range_text, seconds_text, time_text
+from llmprof.report.units import (
+    bytes_text,
+    count_text,
+    energy_text,
+    percent_text,
+    range_text,
+    seconds_text,
+    three_digits,
+    time_text,
+)
 from llmprof.schema.profile import PHASES, PhaseRow, Profile, RankClass, StepRow
 from tests.profiles import PHASE_SHARES, STEP_US, measured, operator
 
@@ -265,7 +274,8 @@ def test_bars(share: float, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (time_text(0.5), "0.500 us"),
+        (time_text(0.5), "500 ns"),
+        (time_text(0.0), "0 ns"),
         (time_text(999.0), "999 us"),
         (time_text(1000.0), "1.00 ms"),
         (time_text(142_345.0), "142 ms"),
@@ -282,6 +292,11 @@ def test_bars(share: float, expected: str) -> None:
         (count_text(1.0), "1"),
         (count_text(1_520_000.0), "1.52 M"),
         (percent_text(0.29), "29.0 %"),
+        (percent_text(0.00004), "0.004 %"),
+        (percent_text(0.0), "0.0 %"),
+        (percent_text(32.388), "3,239 %"),
+        (three_digits(0.0000251), "2.5e-05"),
+        (energy_text(3210.0), "3.21 kJ"),
     ],
 )
 def test_units(text: str, expected: str) -> None:

@@ -106,10 +106,12 @@ def _print(forecasts: list[dict[str, Any]], cluster: Cluster, args: argparse.Nam
         )
         return
     from llmprof.commands.output import console
-    from llmprof.report.forecast_text import comparison_text, forecast_card
+    from llmprof.report.forecast_text import assumptions_text, comparison_text, forecast_card
 
     out = console()
+    alone = len(forecasts) == 1
     for forecast in forecasts:
-        out.print(forecast_card(forecast, cluster, tokens=args.tokens))
-    if len(forecasts) > 1:
+        out.print(forecast_card(forecast, cluster, with_assumptions=alone))
+    if not alone:
+        out.print(assumptions_text(forecasts))
         out.print(comparison_text(forecasts))

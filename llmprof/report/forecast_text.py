@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,6 +21,7 @@ from llmprof.report.units import (
     UNKNOWN,
     bytes_text,
     count_text,
+    energy_text,
     percent_text,
     range_text,
     seconds_text,
@@ -27,7 +29,9 @@ from llmprof.report.units import (
 )
 from llmprof.schema.cluster import Cluster
 
+DAY_S = 86400.0
 MOSTLY_ASSUMED = 0.5
+SPEC_SHEET = "spec-sheet estimate"
 BREAKDOWN_COLOURS = {
     "compute": "blue",
     "recompute": "bright_blue",
@@ -51,37 +55,59 @@ _BREAKDOWN_NAMES = {
     "bubble": "pipeline bubble",
     "straggler": "stragglers",
 }
+_REQUEST_COLUMNS = (("gpus", "GPUs"), ("global_batch", "batch"))
 _VERDICT_COLOURS = {"fits": "green", "tight": "yellow", "oom": "bold red"}
 
 
-def forecast_card(forecast: Forecast, cluster: Cluster, *, tokens: float | None = None) -> RenderableType:
+def forecast_card(forecast: Forecast, cluster: Cluster, *, with_assumptions: bool = True) -> RenderableType:
     """One forecast: headline, what is beside it, where the time goes, what it rests on.
 
     Args:
         forecast: the object of `llmprof forecast --json`.
         cluster: where it runs; its device's capacity is shown beside the memory.
-        tokens: tokens of the whole run, for its duration and price.
+        with_assumptions: False where `assumptions_text` follows for several forecasts together.
     """
-    gpus = int(forecast["gpus"])
-    place = f"  on {gpus} x {cluster.device.name}, global batch {forecast['global_batch']} sequences"
+    place = (
+        f"  on {forecast['gpus']} x {cluster.device.name}, global batch {forecast['global_batch']} sequences"
+    )
     parts: list[RenderableType] = [Text()]
     if (forecast["assumed_fraction"] or 0.0) > MOSTLY_ASSUMED:
+        share = percent_text(forecast["assumed_fraction"])
         parts.append(
             Text.assemble(
-                ("spec-sheet estimate", "bold yellow"),
-                (f": {percent_text(forecast['assumed_fraction'])} of the time has assumed prices", "yellow"),
+                (SPEC_SHEET, "bold yellow"), (f": {share} of the time has assumed prices", "yellow")
             )
         )
     parts += [
         Text.assemble((str(forecast["layout"]), "bold"), (place, "dim")),
         Text(),
-        _headline(forecast, cluster, tokens),
+        _headline(forecast, cluster),
         heading("Where the step goes", "slowest rank of the slowest stage"),
         breakdown_bars(forecast),
-        heading("What it rests on"),
+        Text(),
         _price_kinds(forecast),
-        *(_assumption(text) for text in forecast["assumptions"]),
     ]
+    if with_assumptions:
+        parts.append(assumptions_text([forecast]))
+    return Group(*parts)
+
+
+def assumptions_text(forecasts: Sequence[Forecast]) -> RenderableType:
+    """What all forecasts take for granted, then what only some do, each sentence once."""
+    holders: dict[str, list[str]] = {}
+    for forecast in forecasts:
+        for sentence in forecast["assumptions"]:
+            if not sentence.startswith(SPEC_SHEET):
+                holders.setdefault(sentence, []).append(str(forecast["layout"]))
+    shared = [sentence for sentence, layouts in holders.items() if len(layouts) == len(forecasts)]
+    parts: list[RenderableType] = [
+        heading("What it rests on"),
+        *(_assumption(sentence) for sentence in shared),
+    ]
+    for forecast in forecasts:
+        own = [s for s, layouts in holders.items() if s not in shared and str(forecast["layout"]) in layouts]
+        if own:
+            parts += [Text(f"  only {forecast['layout']}"), *(_assumption(sentence) for sentence in own)]
     return Group(*parts)
 
 
@@ -104,18 +130,18 @@ def breakdown_bars(forecast: Forecast) -> RenderableType:
 def comparison_text(forecasts: Sequence[Forecast]) -> RenderableType:
     """The forecasts in one table, those that fit first, and which one to book."""
     ranked = rank_forecasts(forecasts)
+    differing = [(key, name) for key, name in _REQUEST_COLUMNS if len({f[key] for f in ranked}) > 1]
     table = plain_table()
-    table.add_column("layout", overflow="fold", ratio=1)
-    for name in ("GPUs", "batch", "step p50", "p10 .. p90", "MFU", "memory p90"):
+    table.add_column("layout", ratio=1, overflow="fold")
+    for name in (*(name for _, name in differing), "step p50", "p10 .. p90", "MFU", "memory p90"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for forecast in ranked:
         step = forecast["step_time_s"]
         verdict = str(forecast["verdict"])
         table.add_row(
-            str(forecast["layout"]),
-            str(forecast["gpus"]),
-            str(forecast["global_batch"]),
+            str(forecast["layout"]).replace(",", ", "),
+            *(str(forecast[key]) for key, _ in differing),
             seconds_text(step["p50"]),
             range_text(step["p10"], step["p90"]),
             percent_text(forecast["mfu"]) if forecast["mfu"] is not None else "?",
@@ -135,15 +161,17 @@ def _advice(ranked: Sequence[Forecast]) -> RenderableType:
     others = [f for f in ranked if f is not best and f["verdict"] != "oom"]
     if others:
         gain = seconds_per_sequence(others[0]) / seconds_per_sequence(best)
-        text.append(f", {three_digits(100 * (gain - 1))} % faster than the next.")
+        text.append(f", {three_digits(100 * (gain - 1))} % faster per sequence than the next.")
         if intervals_overlap(best, others[0]):
             text.append(" Their intervals overlap: the order is not certain.", style="yellow")
     if len({f["gpus"] for f in ranked}) > 1:
-        text.append(" The layouts use different numbers of GPUs.", style="yellow")
+        fitting = [f for f in ranked if f["verdict"] != "oom"]
+        thrifty = min(fitting, key=lambda f: f["gpus"] * seconds_per_sequence(f))
+        text.append(f"\nLeast GPU time per sequence: {thrifty['layout']}, on {thrifty['gpus']} GPUs.")
     return text
 
 
-def _headline(forecast: Forecast, cluster: Cluster, tokens: float | None) -> RenderableType:
+def _headline(forecast: Forecast, cluster: Cluster) -> RenderableType:
     step, rate, memory = forecast["step_time_s"], forecast["tokens_per_s"], forecast["peak_memory_bytes"]
     facts = Table.grid(padding=(0, 2))
     facts.add_row("Step time", _with_range(seconds_text(step["p50"]), range_text(step["p10"], step["p90"])))
@@ -157,40 +185,36 @@ def _headline(forecast: Forecast, cluster: Cluster, tokens: float | None) -> Ren
         "Memory",
         Text.assemble(
             (verdict, _VERDICT_COLOURS.get(verdict, "")),
-            f": {bytes_text(memory['p50'])} (p90 {bytes_text(memory['p90'])}) of "
-            f"{bytes_text(cluster.device.usable_memory_bytes)} usable",
-            (f"  OOM probability {percent_text(forecast['oom_probability'])}", "dim"),
+            f": {bytes_text(memory['p50'])} of {bytes_text(cluster.device.usable_memory_bytes)} usable",
+            (f" (p90 {bytes_text(memory['p90'])}, OOM {percent_text(forecast['oom_probability'])})", "dim"),
         ),
     )
-    if tokens is not None:
-        facts.add_row(f"{count_text(tokens)} tokens", _whole_run(forecast, tokens))
+    if forecast.get("run") is not None:
+        facts.add_row(f"{count_text(forecast['run']['tokens'])} tokens", _whole_run(forecast["run"]))
     if forecast["cost"] is not None:
         cost = forecast["cost"]
-        per_step, per_billion = three_digits(cost["per_step"]), three_digits(cost["per_1e9_tokens"])
-        facts.add_row(
-            "Price", f"{per_step} {cost['currency']} a step, {per_billion} {cost['currency']} per 1e9 tokens"
-        )
+        text = f"{three_digits(cost['per_step'])} {cost['currency']} a step"
+        if cost["per_1e9_tokens"] is not None:
+            text += f", {three_digits(cost['per_1e9_tokens'])} {cost['currency']} per 1e9 tokens"
+        facts.add_row("Price", text)
     if forecast["energy_j_per_step"] is not None:
-        facts.add_row("Energy", f"{three_digits(forecast['energy_j_per_step']['p50'] / 1e3)} kJ a step")
+        facts.add_row("Energy", f"{energy_text(forecast['energy_j_per_step']['p50'])} a step, at most")
     facts.add_row("Beside it", _baselines(forecast))
     return facts
 
 
-def _whole_run(forecast: Forecast, tokens: float) -> Text:
-    rate = forecast["tokens_per_s"]
-    if not rate["p50"]:
-        return Text(UNKNOWN)
+def _whole_run(run: Mapping[str, Any]) -> Text:
+    days = run["days"]
     text = _with_range(
-        seconds_text(tokens / rate["p50"]), range_text(tokens / rate["p90"], tokens / rate["p10"])
+        seconds_text(days["p50"] * DAY_S), range_text(days["p10"] * DAY_S, days["p90"] * DAY_S)
     )
-    if forecast["cost"] is not None:
-        total = forecast["cost"]["per_1e9_tokens"] * tokens / 1e9
-        text.append(f"  {count_text(total)} {forecast['cost']['currency']}")
-    return text
+    if run["cost"] is not None:
+        text.append(f"  {count_text(run['cost']['total'])} {run['cost']['currency']}")
+    return text.append("  failures not counted", style="dim")
 
 
 def _baselines(forecast: Forecast) -> Text:
-    names = (("naive", "naive"), ("second_baseline", "with bubble and all-reduce"), ("bound", "upper bound"))
+    names = (("naive", "naive"), ("second_baseline", "with bubble and all-reduce"), ("bound", "bound"))
     known = [(name, forecast[f"{key}_step_time_s"]) for key, name in names]
     return Text(
         ", ".join(f"{name} {seconds_text(value)}" for name, value in known if value is not None), style="dim"
@@ -200,7 +224,7 @@ def _baselines(forecast: Forecast) -> Text:
 def _price_kinds(forecast: Forecast) -> RenderableType:
     kinds = ("measured", "interpolated", "assumed")
     shares = ", ".join(f"{kind} {percent_text(forecast[f'{kind}_fraction'])}" for kind in kinds)
-    return Text(f"  prices of the time: {shares}")
+    return Text(f"  priced from: {shares}", style="dim")
 
 
 def _assumption(text: str) -> RenderableType:

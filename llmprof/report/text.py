@@ -93,7 +93,7 @@ def header(breakdown: Breakdown) -> RenderableType:
     if step.iqr is not None:
         step_text.append(f"  IQR {time_text(step.iqr)}, median of {step.n} steps", style="dim")
     else:
-        step_text.append("  one step", style="dim")
+        step_text.append("  forecast" if breakdown.kind == "predicted" else "  one step", style="dim")
     facts = Table.grid(padding=(0, 2))
     facts.add_row("Step time", step_text)
     facts.add_row("Throughput", Text(f"{count_text(breakdown.tokens_per_s)} tokens/s"))

@@ -6,8 +6,16 @@ from bisect import bisect_right
 from math import isfinite
 
 UNKNOWN = "unknown"
-_TIME_UNITS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
-_TIME_LIMITS_S = (1e-3, 1.0, 120.0, 7200.0, 172800.0)
+_TIME_UNITS = (
+    (1e-9, "ns"),
+    (1e-6, "us"),
+    (1e-3, "ms"),
+    (1.0, "s"),
+    (60.0, "min"),
+    (3600.0, "h"),
+    (86400.0, "days"),
+)
+_TIME_LIMITS_S = (1e-6, 1e-3, 1.0, 120.0, 7200.0, 172800.0)
 _DECIMAL_UNITS = ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"), (1e18, "E"))
 
 
@@ -49,13 +57,23 @@ def flops_text(value: float) -> str:
     return _scaled(value, gap=" ") if value else ""
 
 
+def energy_text(energy_j: float) -> str:
+    """Joules: "3.21 kJ"."""
+    return f"{_scaled(energy_j, gap=' ')}J"
+
+
 def percent_text(fraction: float | None) -> str:
     """A share: "29.0 %"."""
-    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+    if fraction is None:
+        return UNKNOWN
+    percent = 100 * fraction
+    if percent >= 1000:
+        return f"{percent:,.0f} %"
+    return f"{percent:.1g} %" if 0 < percent < 0.05 else f"{percent:.1f} %"
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits without an exponent: 0.123, 1.23, 12.3, 123, 1,234."""
+    """Three significant digits: 0.123, 1.23, 12.3, 123, 1,234; below a thousandth with an exponent: 2.5e-05."""
     size = abs(value)
     if size >= 99.95:
         return f"{value:,.0f}"
@@ -63,7 +81,7 @@ def three_digits(value: float) -> str:
         return f"{value:.1f}"
     if size >= 0.995 or size == 0:
         return f"{value:.2f}" if size else "0"
-    return f"{value:.3f}"
+    return f"{value:.3f}" if size >= 0.0005 else f"{value:.2g}"
 
 
 def _scaled(value: float, *, gap: str) -> str:
