@@ -151,19 +151,18 @@ def source(rank: int = 0) -> SourceRow:
     )  # fmt: skip
 
 
-HIDDEN, VOCAB, BLOCKS = 64, 256, 4
-FORECAST_CAPTURE = {"batch": 2, "seq": 32}
+VOCAB, BLOCKS = 256, 4
 
 
-def workload() -> Workload:
+def workload(*, hidden: int = 64) -> Workload:
     """A model of four blocks of one square matmul each, between an embedding and a head."""
-    weight = ParameterSpec(name="weight", shape=(HIDDEN, HIDDEN), dtype="float32")
-    table = ParameterSpec(name="embedding.weight", shape=(VOCAB, HIDDEN), dtype="float32", matmul=False)
-    head = ParameterSpec(name="head.weight", shape=(VOCAB, HIDDEN), dtype="float32")
+    weight = ParameterSpec(name="weight", shape=(hidden, hidden), dtype="float32")
+    table = ParameterSpec(name="embedding.weight", shape=(VOCAB, hidden), dtype="float32", matmul=False)
+    head = ParameterSpec(name="head.weight", shape=(VOCAB, hidden), dtype="float32")
     layers = {
-        "prologue": _layer(_matmuls(HIDDEN)[:1], (VOCAB, HIDDEN), op="aten::embedding"),
-        "block0": _layer(_matmuls(HIDDEN), (HIDDEN, HIDDEN)),
-        "epilogue": _layer(_matmuls(VOCAB), (VOCAB, HIDDEN)),
+        "prologue": _layer(_embedding(hidden), (VOCAB, hidden)),
+        "block0": _layer(_matmuls(hidden, hidden), (hidden, hidden)),
+        "epilogue": _layer(_matmuls(hidden, VOCAB), (VOCAB, hidden)),
         "loss": LayerTrace(),
     }
     return Workload(
@@ -177,19 +176,20 @@ def workload() -> Workload:
         sequence=(("prologue", 1), ("block0", BLOCKS), ("epilogue", 1), ("loss", 1)),
         classes=(ClassTrace(layers=layers),),
         tp_refusal="the model has no tensor-parallel plan",
-        **FORECAST_CAPTURE,
+        batch=2,
+        seq=32,
     )
 
 
 _TOKENS = Poly(cbs=1)
 
 
-def _matmuls(num_outputs: int) -> tuple[OpSpec, ...]:
+def _matmuls(hidden: int, num_outputs: int) -> tuple[OpSpec, ...]:
     """Forward, input gradient and weight gradient of a linear layer, and its optimizer."""
-    x = TensorSpec((_TOKENS, HIDDEN), "float32")
-    w = TensorSpec((HIDDEN, num_outputs), "float32")
+    x = TensorSpec((_TOKENS, hidden), "float32")
+    w = TensorSpec((hidden, num_outputs), "float32")
     y = TensorSpec((_TOKENS, num_outputs), "float32")
-    transposed = TensorSpec((num_outputs, HIDDEN), "float32"), TensorSpec((HIDDEN, _TOKENS), "float32")
+    transposed = TensorSpec((num_outputs, hidden), "float32"), TensorSpec((hidden, _TOKENS), "float32")
     return (
         OpSpec(op="aten::mm", phase="forward", inputs=(x, w), outputs=(y,)),
         OpSpec(op="aten::mm", phase="backward_input", inputs=(y, transposed[0]), outputs=(x,)),
@@ -198,13 +198,12 @@ def _matmuls(num_outputs: int) -> tuple[OpSpec, ...]:
     )
 
 
-def _layer(ops: tuple[OpSpec, ...], parameter: tuple[int, ...], *, op: str = "") -> LayerTrace:
-    saved = TensorSpec((_TOKENS, HIDDEN), "float32")
-    if op:
-        ids = TensorSpec((_TOKENS,), "int64")
-        ops = (
-            OpSpec(
-                op=op, phase="forward", inputs=(TensorSpec((VOCAB, HIDDEN), "float32"), ids), outputs=(saved,)
-            ),
-        )
+def _embedding(hidden: int) -> tuple[OpSpec, ...]:
+    table, ids = TensorSpec((VOCAB, hidden), "float32"), TensorSpec((_TOKENS,), "int64")
+    rows = TensorSpec((_TOKENS, hidden), "float32")
+    return (OpSpec(op="aten::embedding", phase="forward", inputs=(table, ids), outputs=(rows,)),)
+
+
+def _layer(ops: tuple[OpSpec, ...], parameter: tuple[int, ...]) -> LayerTrace:
+    saved = TensorSpec((_TOKENS, parameter[-1]), "float32")
     return LayerTrace(ops=ops, saved=(saved,), boundary=saved, parameters=(parameter,))

@@ -29,7 +29,10 @@ def _truncate(name: str, keep: float) -> Damage:
 
 
 def _overwrite(name: str, data: bytes) -> Damage:
-    return lambda run: (run / "rank-00000" / name).write_bytes(data) and None
+    def damage(run: Path) -> None:
+        (run / name).write_bytes(data)
+
+    return damage
 
 
 def _remove(name: str) -> Damage:
@@ -40,16 +43,16 @@ DAMAGES: dict[str, Damage] = {
     "tables cut in half": _truncate("tables.npz", 0.5),
     "tables cut at the end": _truncate("tables.npz", 0.99),
     "tables empty": _truncate("tables.npz", 0.0),
-    "tables are garbage": _overwrite("tables.npz", bytes(range(256)) * 40),
+    "tables are garbage": _overwrite("rank-00000/tables.npz", bytes(range(256)) * 40),
     "tables missing": _remove("tables.npz"),
     "manifest cut in half": _truncate("manifest.json", 0.5),
     "manifest empty": _truncate("manifest.json", 0.0),
-    "manifest is garbage": _overwrite("manifest.json", b"\xff\xfe\x00" * 100),
-    "manifest is other JSON": _overwrite("manifest.json", b"[1, 2]"),
-    "manifest is deep": _overwrite("manifest.json", b'{"forecast":{"a":' + b"[" * 100_000),
-    "manifest is of a newer version": _overwrite("manifest.json", b'{"version": 99}'),
+    "manifest is garbage": _overwrite("rank-00000/manifest.json", b"\xff\xfe\x00" * 100),
+    "manifest is other JSON": _overwrite("rank-00000/manifest.json", b"[1, 2]"),
+    "manifest is deep": _overwrite("rank-00000/manifest.json", b'{"forecast":{"a":' + b"[" * 100_000),
+    "manifest is of a newer version": _overwrite("rank-00000/manifest.json", b'{"version": 99}'),
     "manifest missing": _remove("manifest.json"),
-    "workload is garbage": lambda run: (run / "workload.json").write_bytes(b"{") and None,
+    "workload is garbage": _overwrite("workload.json", b"{"),
 }
 
 

@@ -162,6 +162,20 @@ def test_forecast_text_says_what_it_rests_on(run: Path, capsys: pytest.CaptureFi
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_nothing_that_fits_is_no_answer_but_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_workload(workload(hidden=65536), tmp_path / "large.json")
+    arguments = ["forecast", str(tmp_path / "large.json"), *ON_H100, "--layout", "dp=2", "--layout", "dp=8"]
+    assert cli.main(arguments) == 3
+    assert "None of these fits into memory" in capsys.readouterr().out
+    assert cli.main([*arguments, "--json"]) == 3
+    (answer,) = objects(capsys)
+    assert answer["best"] is None
+    assert cli.main([*arguments, "--layout", "dp=64,zero=3", "--json"]) == 0
+    assert objects(capsys)[0]["best"] == "dp=64,zero=3"
+
+
 def test_a_workload_file_can_be_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_workload(workload(), tmp_path / "model.json")
     assert cli.main(["forecast", str(tmp_path / "model.json"), *ON_H100, "--layout", "dp=4", "--json"]) == 0

@@ -133,7 +133,7 @@ def comparison_text(forecasts: Sequence[Forecast]) -> RenderableType:
     differing = [(key, name) for key, name in _REQUEST_COLUMNS if len({f[key] for f in ranked}) > 1]
     table = plain_table()
     table.add_column("layout", ratio=1, overflow="fold")
-    for name in (*(name for _, name in differing), "step p50", "p10 .. p90", "MFU", "memory p90"):
+    for name in (*(name for _, name in differing), "step p50", "p10 .. p90", "MFU", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for forecast in ranked:
@@ -143,12 +143,14 @@ def comparison_text(forecasts: Sequence[Forecast]) -> RenderableType:
             str(forecast["layout"]).replace(",", ", "),
             *(str(forecast[key]) for key, _ in differing),
             seconds_text(step["p50"]),
-            range_text(step["p10"], step["p90"]),
+            range_text(step["p10"], step["p90"]).strip("[]"),
             percent_text(forecast["mfu"]) if forecast["mfu"] is not None else "?",
             bytes_text(forecast["peak_memory_bytes"]["p90"]),
             Text(verdict, style=_VERDICT_COLOURS.get(verdict, "")),
         )
-    return Group(heading("Side by side", "by time per sequence"), table, Text(), _advice(ranked))
+    return Group(
+        heading("Side by side", "by time per sequence; memory is the p90"), table, Text(), _advice(ranked)
+    )
 
 
 def _advice(ranked: Sequence[Forecast]) -> RenderableType:
