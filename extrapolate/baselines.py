@@ -13,6 +13,7 @@ from math import prod
 
 from llmprof.errors import WorkloadError
 from llmprof.extrapolate.compute import is_same_device, peak_flops
+from llmprof.extrapolate.precision import choose_precision
 from llmprof.schema.cluster import Cluster, Device
 from llmprof.schema.layout import Layout
 from llmprof.schema.operators import ITEM_BYTES, Tensor, family, flops
@@ -116,9 +117,10 @@ def step_time_us(profile: Profile) -> float | None:
     return times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
 
 
-def precision_of(workload: Workload, layout: Layout) -> str:
-    """Compute dtype of a layout: its own, else as captured."""
-    return layout.precision or workload.precision
+def precision_of(workload: Workload, layout: Layout, device: Device) -> str:
+    """Compute dtype of a layout on a device kind, as a forecast chooses it."""
+    rule = choose_precision(captured=workload.precision, asked=layout.precision, device_kind=device.kind)
+    return rule.target
 
 
 def model_flops_per_step(workload: Workload, layout: Layout, seq: int) -> float:
@@ -130,7 +132,7 @@ def naive_step_time_s(
     workload: Workload, layout: Layout, cluster: Cluster, *, seq: int, mfu: float | None = None
 ) -> float:
     """Model FLOPs over devices x MFU x peak (seconds); MFU of the captured run, else the cold prior."""
-    peak = peak_flops(cluster.device, precision_of(workload, layout))
+    peak = peak_flops(cluster.device, precision_of(workload, layout, cluster.device))
     utilization = mfu or load_priors().mfu
     return model_flops_per_step(workload, layout, seq) / (layout.gpus * utilization * peak)
 
@@ -178,7 +180,7 @@ def bound_step_time_s(workload: Workload, layout: Layout, cluster: Cluster, *, s
     The optimizer reads the parameter, the gradient and its state and writes the parameter and the state, once per
     step, sharded over every device at best.
     """
-    peak = peak_flops(cluster.device, precision_of(workload, layout))
+    peak = peak_flops(cluster.device, precision_of(workload, layout, cluster.device))
     compute_s = model_flops_per_step(workload, layout, seq) / (layout.gpus * peak)
     state = 2 * workload.optimizer.state_slots * ITEM_BYTES.get(workload.optimizer.state_dtype, 4)
     moved = sum(prod(shape) * (3 * item + state) for shape, item in trainable_shapes(workload))

@@ -1,0 +1,249 @@
+"""Operator prices: exact rows, interpolation, roofline, and what may not price another device."""
+
+from __future__ import annotations
+
+from math import exp, log
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmprof.errors import ClusterError
+from llmprof.extrapolate.compute import OperatorPrices, is_same_device, peak_flops
+from llmprof.extrapolate.measured import LONE_SPREAD
+from llmprof.schema.catalogue import load_cluster
+from llmprof.schema.cluster import Device
+from llmprof.schema.operators import Tensor, bytes_moved, family, flops, format_shapes
+from llmprof.schema.priors import load_priors
+from llmprof.schema.profile import HostRow, Manifest, OperatorRow, Profile, SourceRow
+
+F32 = "float32"
+CPU = Device(
+    name="A CPU (1 thread)",
+    kind="cpu",
+    aliases=("A CPU",),
+    peak_flops={F32: 50e9},
+    memory_bytes=10**10,
+    usable_memory_bytes=9 * 10**9,
+    bandwidth_bytes_per_s=10e9,
+)
+SOURCE = SourceRow(
+    rank=0, hostname="h", device="cpu", device_name="A CPU", device_count=1, threads=1,
+    memory_bytes=10**10, backend="gloo", clock="", software="",
+)  # fmt: skip
+
+
+def t(*shape: int, dtype: str = F32) -> Tensor:
+    return Tensor(shape, dtype)
+
+
+def row(op: str, inputs: tuple[Tensor, ...], time_us: float, **changes: Any) -> OperatorRow:
+    values: dict[str, Any] = {
+        "rank": 0,
+        "op": op,
+        "family": family(op),
+        "module": "",
+        "phase": "forward",
+        "shapes": format_shapes(inputs),
+        "dtype": inputs[0].dtype if inputs else F32,
+        "device": "cpu",
+        "count": 1.0,
+        "time_us": time_us,
+        "time_iqr_us": 0.0,
+        "time_n": 5,
+        "exclusive_us": time_us,
+        "flops": flops(op, inputs),
+        "bytes": bytes_moved(op, inputs),
+    }
+    return OperatorRow(**(values | changes))
+
+
+def prices(*rows: OperatorRow, same_device: bool = True, host: tuple[HostRow, ...] = ()) -> OperatorPrices:
+    profile = Profile(manifest=Manifest(), operators=rows, sources=(SOURCE,), host=host)
+    return OperatorPrices(profile, CPU, same_device=same_device)
+
+
+def mm_inputs(m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
+    return t(m, k), t(k, n)
+
+
+def test_a_measured_shape_is_its_row() -> None:
+    inputs = mm_inputs(64, 32, 16)
+    found = prices(row("aten::mm", inputs, 120.0, time_iqr_us=13.49)).price("aten::mm", inputs)
+    assert found.time_s == pytest.approx(120e-6)
+    assert found.kind == "measured"
+    assert found.family == "matmul"
+    # an IQR of 13.49 us is a standard deviation of 10 us
+    assert found.spread == pytest.approx(10 / 120)
+    assert found.neighbours == ("aten::mm 64x32,32x16 float32",)
+
+
+def test_rows_of_other_modules_are_averaged_by_count() -> None:
+    inputs = mm_inputs(64, 32, 16)
+    found = prices(
+        row("aten::mm", inputs, 100.0, count=3, module="a"),
+        row("aten::mm", inputs, 200.0, count=1, module="b"),
+    ).price("aten::mm", inputs)
+    assert found.time_s == pytest.approx((3 * 100 + 200) / 4 * 1e-6)
+    assert found.spread > 0.2, "the rows disagree"
+
+
+def test_attributes_and_dtype_are_part_of_the_key() -> None:
+    query = (t(1, 2, 8, 4),) * 3
+    op = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    table = prices(row(op, query, 50.0, attributes="causal"))
+    assert table.price(op, query, attributes=frozenset({"causal"})).kind == "measured"
+    assert table.price(op, query).kind == "interpolated"
+    half = tuple(x._replace(dtype="bfloat16") for x in query)
+    assert table.price(op, half, attributes=frozenset({"causal"})).kind == "assumed"
+
+
+def test_in_place_form_stands_in_for_out_of_place() -> None:
+    inputs = (t(10), t(10))
+    table = prices(row("aten::add_", inputs, 5.0))
+    assert table.price("aten::add", inputs).time_s == pytest.approx(5e-6)
+    assert table.price("aten::add_", inputs).kind == "measured"
+
+
+def test_interpolation_keeps_a_constant_efficiency() -> None:
+    """10 GFLOP/s at every measured size is 10 GFLOP/s between and outside them."""
+    rows = [row("aten::mm", mm_inputs(n, n, n), 2 * n**3 / 10e9 * 1e6) for n in (64, 128, 256)]
+    table = prices(*rows)
+    for n in (100, 200, 512):
+        found = table.price("aten::mm", mm_inputs(n, n, n))
+        assert found.kind == "interpolated"
+        assert found.time_s == pytest.approx(2 * n**3 / 10e9, rel=1e-6)
+    assert (
+        table.price("aten::mm", mm_inputs(1024, 1024, 1024)).spread
+        > table.price("aten::mm", mm_inputs(200, 200, 200)).spread
+    )
+
+
+def test_interpolation_lies_between_its_neighbours_efficiencies() -> None:
+    rows = [
+        row("aten::mm", mm_inputs(64, 64, 64), 2 * 64**3 / 5e9 * 1e6),
+        row("aten::mm", mm_inputs(256, 256, 256), 2 * 256**3 / 20e9 * 1e6),
+    ]
+    found = prices(*rows).price("aten::mm", mm_inputs(128, 128, 128))
+    assert 5e9 < 2 * 128**3 / found.time_s < 20e9
+    assert 2 * 128**3 / found.time_s == pytest.approx(exp((log(5e9) + log(20e9)) / 2), rel=1e-3)
+
+
+def test_another_operator_of_the_family_is_the_next_best() -> None:
+    table = prices(row("aten::mul", (t(1000), t(1000)), 12.0))
+    found = table.price("aten::add", (t(2000), t(2000)))
+    assert found.kind == "interpolated"
+    assert found.time_s == pytest.approx(24e-6)
+    assert found.spread >= LONE_SPREAD
+
+
+def test_nothing_is_shorter_than_the_shortest_measured_operator() -> None:
+    table = prices(row("aten::mul", (t(1000000), t(1000000)), 1000.0), row("aten::neg", (t(4),), 1.5))
+    assert table.price("aten::mul", (t(2), t(2))).time_s == pytest.approx(1.5e-6)
+
+
+def test_spread_of_interpolation_is_the_leave_one_out_error() -> None:
+    even = [row("aten::mm", mm_inputs(n, n, n), 2 * n**3 / 10e9 * 1e6) for n in (64, 96, 128, 192)]
+    uneven = [row("aten::mm", mm_inputs(n, n, n), 2 * n**3 / 10e9 * 1e6 * f) for n, f in
+              ((64, 1.0), (96, 2.0), (128, 1.0), (192, 2.0))]  # fmt: skip
+    inputs = mm_inputs(100, 100, 100)
+    assert prices(*even).price("aten::mm", inputs).spread == pytest.approx(0.02)
+    assert 0.3 < prices(*uneven).price("aten::mm", inputs).spread < 1.0
+
+
+def test_roofline_by_hand() -> None:
+    """Nothing measured: floor + the slower of 2mnk / (e peak) and bytes / (e bandwidth)."""
+    priors = load_priors()
+    device = load_cluster("8xH100-SXM").device
+    table = OperatorPrices(Profile(manifest=Manifest()), device, same_device=False)
+    n = 8192
+    inputs = t(n, n, dtype="bfloat16"), t(n, n, dtype="bfloat16")
+    found = table.price("aten::mm", inputs, (t(n, n, dtype="bfloat16"),))
+    assert found.kind == "assumed" and found.neighbours == ()
+    assert found.time_s == pytest.approx(3e-6 + 2 * n**3 / (0.77 * 989.4e12))
+    copy = table.price("aten::copy_", (t(n, n),), (t(n, n),))
+    prior = priors.family("copy")
+    assert copy.time_s == pytest.approx(3e-6 + 2 * 4 * n * n / (prior.bandwidth_efficiency * 3.35e12))
+    thin = table.price("aten::mm", (t(1, n, dtype="bfloat16"), t(n, n, dtype="bfloat16")))
+    assert thin.time_s > 3e-6 + 2 * n * n / (0.77 * 989.4e12) * 10, "a thin matmul is bound by memory"
+
+
+def test_rows_of_another_device_are_never_used() -> None:
+    inputs = mm_inputs(64, 32, 16)
+    measured = row("aten::mm", inputs, 120.0)
+    elsewhere = prices(measured, same_device=False).price("aten::mm", inputs)
+    nowhere = prices(same_device=False).price("aten::mm", inputs)
+    assert elsewhere == nowhere
+    assert elsewhere.kind == "assumed"
+
+
+def test_views_take_host_time_only() -> None:
+    gap = HostRow(rank=0, name="dispatch_us_per_operator", value=4.0, iqr=1.0, n=100)
+    view = row("aten::view", (t(4, 4),), 2.0)
+    found = prices(view, host=(gap,)).price("aten::view", (t(100, 100),))
+    assert found.time_s == 0.0
+    assert found.host_s == pytest.approx(6e-6)
+    assert found.kind == "measured"
+    unseen = prices(view, host=(gap,)).price("aten::transpose", (t(100, 100),))
+    assert unseen.host_s == pytest.approx(6e-6)
+    gpu = OperatorPrices(Profile(manifest=Manifest()), load_cluster("8xH200").device, same_device=False)
+    assert gpu.price("aten::view", (t(4),)).host_s == pytest.approx(7e-6)
+
+
+def test_host_time_is_measured_on_the_same_device_only() -> None:
+    gaps = tuple(
+        HostRow(rank=r, name="dispatch_us_per_operator", value=v, iqr=0.0, n=1)
+        for r, v in ((0, 4.0), (1, 6.0))
+    )
+    assert prices(host=gaps).host_us() == pytest.approx(5.0)
+    assert prices(host=gaps).host_kind() == "measured"
+    elsewhere = prices(host=gaps, same_device=False)
+    assert elsewhere.host_kind() == "assumed"
+    assert any("host time" in line for line in elsewhere.assumptions())
+
+
+def test_an_operator_without_shapes_is_not_called_measured() -> None:
+    found = prices(row("aten::zeros", (), 3.0)).price("aten::zeros", (), (t(10, 10),))
+    assert found.kind == "interpolated"
+    assert found.time_s == pytest.approx(3e-6)
+
+
+def test_same_device_needs_kind_and_name() -> None:
+    profile = Profile(manifest=Manifest(), sources=(SOURCE,))
+    assert is_same_device(profile, CPU)
+    assert not is_same_device(profile, load_cluster("8xH200").device)
+    assert not is_same_device(Profile(manifest=Manifest()), CPU)
+
+
+def test_peak_of_an_unlisted_dtype() -> None:
+    a100 = load_cluster("8xA100-80GB").device
+    assert peak_flops(a100, "float8") == 312e12
+    assert peak_flops(a100, "int64") == a100.peak_flops["float32"]
+    nothing = Device(
+        name="x", kind="cpu", peak_flops={}, memory_bytes=1, usable_memory_bytes=1, bandwidth_bytes_per_s=1
+    )
+    with pytest.raises(ClusterError, match="lists no peak"):
+        peak_flops(nothing, "float32")
+
+
+sizes = st.integers(1, 2048)
+
+
+@given(
+    st.lists(st.tuples(sizes, sizes, sizes, st.floats(0.5, 1e6)), min_size=1, max_size=12),
+    sizes,
+    sizes,
+    sizes,
+)
+def test_any_rows_give_a_finite_positive_price(
+    measured: list[tuple[int, int, int, float]], m: int, k: int, n: int
+) -> None:
+    table = prices(*(row("aten::mm", mm_inputs(a, b, c), time) for a, b, c, time in measured))
+    found = table.price("aten::mm", mm_inputs(m, k, n))
+    rates = [2 * a * b * c / time for a, b, c, time in measured]
+    floor = min(time for *_, time in measured) * 1e-6
+    assert 0 < found.spread < 2
+    assert found.time_s >= floor * (1 - 1e-9)
+    if found.kind == "interpolated" and found.time_s > floor * (1 + 1e-9):
+        assert min(rates) * 0.999 <= 2 * m * k * n / found.time_s * 1e-6 <= max(rates) * 1.001
