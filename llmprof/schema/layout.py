@@ -145,7 +145,8 @@ class Layout:
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "cp_kind" or (value == field.default and field.name != "dp"):
+            kept = field.name == "dp" or (field.name == "cp" and self.cp_kind != "ring")
+            if field.name == "cp_kind" or (value == field.default and not kept):
                 continue
             if field.name == "cp":
                 parts.append(f"cp={value}:{self.cp_kind}")
