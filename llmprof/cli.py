@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from llmprof import __version__
 from llmprof.commands import COMMANDS
@@ -32,8 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        _never_fail_to_encode(stream)
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -147,13 +145,6 @@ def _report_internal(error: Exception, *, as_json: bool) -> int:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _never_fail_to_encode(stream: TextIO | None) -> None:
-    """A terminal that cannot show a character gets a question mark, not an exception."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
 
 
 def _silence_stdout() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -19,7 +19,15 @@ def print_json(value: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that writes plain text when its stream is no terminal."""
+    """A console on stdout or stderr; it writes plain text when that is no terminal."""
     from rich.console import Console
 
+    _never_fail_to_encode(sys.stderr if stderr else sys.stdout)
     return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+
+
+def _never_fail_to_encode(stream: TextIO | None) -> None:
+    """A terminal that cannot show a character gets a question mark, not an exception."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

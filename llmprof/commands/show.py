@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top", type=_positive, metavar="N", help="rows of each table (default 10; all with --json)"
     )
     parser.add_argument(
-        "--by", choices=("op", "module", "family"), default="op", help="what to add operators up by"
+        "--by", choices=("op", "module", "layer", "family"), default="op", help="what to add operators up by"
     )
     parser.add_argument("--depth", type=_positive, metavar="D", help="levels of module names to keep")
     parser.add_argument(
@@ -30,7 +30,7 @@ def execute(args: argparse.Namespace) -> int:
 
     breakdown = break_down(load_profile(args.run), rank=args.rank)
     groups = group_operators(breakdown, by=args.by, depth=args.depth)
-    modules = group_operators(breakdown, by="module", depth=args.depth)
+    layers = group_operators(breakdown, by="layer", depth=args.depth)
     if args.json:
         from msgspec import to_builtins
 
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     from llmprof.commands.output import console
     from llmprof.report.text import show_text
 
-    console().print(show_text(breakdown, groups, modules, by=args.by, top=args.top or 10))
+    console().print(show_text(breakdown, groups, layers, by=args.by, top=args.top or 10))
     return 0
 
 

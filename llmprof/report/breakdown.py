@@ -7,6 +7,7 @@ the step time itself is that of the slowest rank.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -154,26 +155,33 @@ def break_down(profile: Profile, *, rank: int | None = None) -> Breakdown:
 
 
 def group_operators(breakdown: Breakdown, *, by: str, depth: int | None = None) -> list[Group]:
-    """Operators added up by "op", "module" or "family", the longest first.
+    """Operators added up by "op", "module", "layer" or "family", the longest first.
+
+    "layer" adds repeated layers up: "layers.0.mlp" and "layers.1.mlp" become "layers.*.mlp".
 
     Args:
         breakdown: from `break_down`.
         by: what to group by.
-        depth: for modules, how many levels of the name to keep; None keeps all.
+        depth: for modules and layers, how many levels of the name to keep; None keeps all.
     """
     key = _KEYS[by]
     members: dict[str, list[OperatorLine]] = defaultdict(list)
     for line in breakdown.operators:
         name = key(line)
-        members[".".join(name.split(".")[:depth]) if by == "module" and depth else name].append(line)
+        members[".".join(name.split(".")[:depth]) if depth and by in ("module", "layer") else name].append(
+            line
+        )
     step_us = breakdown.step_time_us.median
     groups = [_group(name, lines, step_us) for name, lines in members.items()]
     return sorted(groups, key=lambda g: -g.exclusive_us)
 
 
+ROOT = "(root)"
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _KEYS: dict[str, Callable[[OperatorLine], str]] = {
     "op": lambda line: line.op,
-    "module": lambda line: line.module or "(root)",
+    "module": lambda line: line.module or ROOT,
+    "layer": lambda line: _LAYER_NUMBER.sub("*", line.module) or ROOT,
     "family": lambda line: line.family,
 }
 GROUP_KEYS = tuple(_KEYS)

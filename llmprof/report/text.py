@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.text import Text
 from llmprof.report.breakdown import Breakdown, CollectiveLine
 from llmprof.report.breakdown import Group as OperatorGroup
 from llmprof.report.units import bytes_text, count_text, flops_text, percent_text, time_text
+from llmprof.schema.profile import PHASES
 
 PHASE_COLOURS = {
     "forward": "blue",
@@ -47,10 +49,30 @@ class Bar:
         yield Segment.line()
 
 
+class Elided:
+    """A name that loses its middle where it does not fit: both the start and the end of a name tell it apart."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(16, len(self.text)), len(self.text)).clamp(max_width=options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, room = self.text, options.max_width
+        if len(text) > room:
+            gap = ".." if options.ascii_only else "…"
+            kept = max(room - len(gap), 0)
+            tail = kept * 2 // 3
+            text = text[: kept - tail] + gap + text[len(text) - tail :]
+        yield Segment(text)
+        yield Segment.line()
+
+
 def show_text(
     breakdown: Breakdown,
     groups: Sequence[OperatorGroup],
-    modules: Sequence[OperatorGroup],
+    layers: Sequence[OperatorGroup],
     *,
     by: str,
     top: int,
@@ -60,7 +82,7 @@ def show_text(
     Args:
         breakdown: the numbers.
         groups: operators grouped by `by`, the longest first.
-        modules: operators grouped by module, the longest first; left out when `by` is "module".
+        layers: operators grouped by layer, the longest first; left out when `by` is about modules already.
         by: heading of the first table.
         top: rows of each table.
     """
@@ -69,8 +91,8 @@ def show_text(
         parts += [heading("Where the step goes"), phase_bars(breakdown), _attribution(breakdown)]
     if groups:
         parts += [heading(f"Top {_PLURAL[by]}", _of(top, groups)), operator_table(groups[:top], by=by)]
-    if modules and by != "module":
-        parts += [heading("Top modules", _of(top, modules)), operator_table(modules[:top], by="module")]
+    if layers and by not in ("module", "layer"):
+        parts += [heading("Top modules", _of(top, layers)), operator_table(layers[:top], by="layer")]
     if breakdown.collectives:
         shown = breakdown.collectives[:top]
         parts += [heading("Collectives", _of(top, breakdown.collectives)), collective_table(shown)]
@@ -79,7 +101,9 @@ def show_text(
     return Group(*parts)
 
 
-_PLURAL = {"op": "operators", "module": "modules", "family": "operator families"}
+_SHORT_PHASES = {"forward": "fwd", "backward": "bwd", "recompute": "rec", "optimizer": "opt"}
+_COLUMN = {"op": "operator", "layer": "module"}
+_PLURAL = {"op": "operators", "module": "modules", "layer": "modules", "family": "operator families"}
 
 
 def header(breakdown: Breakdown) -> RenderableType:
@@ -123,7 +147,7 @@ def phase_bars(breakdown: Breakdown) -> RenderableType:
 def operator_table(groups: Sequence[OperatorGroup], *, by: str) -> RenderableType:
     """Operators, modules or families with their share of the step."""
     table = plain_table()
-    table.add_column(by if by != "op" else "operator", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column(_COLUMN.get(by, by), no_wrap=True, ratio=1)
     table.add_column("phase", no_wrap=True, style="dim")
     table.add_column("calls", justify="right", no_wrap=True)
     table.add_column("time/step", justify="right", no_wrap=True)
@@ -131,7 +155,7 @@ def operator_table(groups: Sequence[OperatorGroup], *, by: str) -> RenderableTyp
     table.add_column("FLOPs", justify="right", no_wrap=True)
     for group in groups:
         table.add_row(
-            Text(group.key),
+            Elided(group.key.removeprefix("aten::")),
             _phase_text(group.phases),
             count_text(group.count),
             time_text(group.exclusive_us),
@@ -207,7 +231,9 @@ def _of(top: int, rows: Sequence[object]) -> str:
 
 
 def _phase_text(phases: Sequence[str]) -> str:
-    return phases[0].replace("_", " ") + (f" +{len(phases) - 1}" if len(phases) > 1 else "")
+    """Phases in the order of the step: "forward", "backward", or "fwd+bwd" when there are several."""
+    names = list(dict.fromkeys(p.partition("_")[0] for p in PHASES if p in phases))
+    return names[0] if len(names) == 1 else "+".join(_SHORT_PHASES.get(name, name) for name in names)
 
 
 def _attribution(breakdown: Breakdown) -> RenderableType:

@@ -69,7 +69,7 @@ def percent_text(fraction: float | None) -> str:
     percent = 100 * fraction
     if percent >= 1000:
         return f"{percent:,.0f} %"
-    return f"{percent:.1g} %" if 0 < percent < 0.05 else f"{percent:.1f} %"
+    return "<0.1 %" if 0 < percent < 0.05 else f"{percent:.1f} %"
 
 
 def three_digits(value: float) -> str:
