@@ -23,8 +23,8 @@ from llmprof.extrapolate.request import check_supported, resolve_batch
 from llmprof.extrapolate.schedule import (
     SCHEDULES,
     Instruction,
-    in_flight,
     gathers_needed,
+    in_flight,
 )
 from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pipeline, Span, StageClock, add_into
 from llmprof.extrapolate.stage import Stage

@@ -90,7 +90,7 @@ def block(tp: int, *, sp: bool) -> LayerTrace:
             collective("reduce_scatter", "backward_input"),
         ]
     return LayerTrace(
-        ops=tuple([*forward, *backward, *up_o, *down_o]),
+        ops=(*forward, *backward, *up_o, *down_o),
         saved=(spec(local, HIDDEN), spec(TOKENS, wide), spec(TOKENS, wide)),
         boundary=spec(local, HIDDEN),
         parameters=((wide, HIDDEN), (HIDDEN, wide)),
@@ -114,7 +114,7 @@ def head(tp: int) -> LayerTrace:
     """The output projection, its columns sharded over tp."""
     forward, backward, optimizer = linear("out", HIDDEN, VOCAB // tp)
     return LayerTrace(
-        ops=tuple([*forward, *backward, *optimizer]),
+        ops=(*forward, *backward, *optimizer),
         saved=(spec(TOKENS, HIDDEN),),
         boundary=spec(TOKENS, VOCAB // tp),
         parameters=((VOCAB // tp, HIDDEN),),

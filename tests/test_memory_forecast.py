@@ -1,0 +1,116 @@
+"""Memory by hand for a tiny model, over ZeRO stages, pipelines and recomputation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmprof.extrapolate.memory import forecast_memory, stage_memory, state_bytes
+from llmprof.extrapolate.partition import Plan, partition
+from llmprof.extrapolate.precision import PrecisionRule
+from llmprof.extrapolate.uncertainty import Factors
+from llmprof.schema.layout import Layout
+from tests.workloads import HIDDEN, VOCAB, WIDE, cpu_cluster, gpu_cluster, workload
+
+BLOCK = 2 * HIDDEN * WIDE
+EMBEDDING = VOCAB * HIDDEN
+TOTAL = 4 * BLOCK + 2 * EMBEDDING
+FLOAT32 = PrecisionRule(captured="float32", target="float32")
+MIXED = PrecisionRule(captured="float32", target="bfloat16")
+
+
+def plan_of(layout: str, rule: PrecisionRule = FLOAT32) -> Plan:
+    return partition(workload(), Layout.parse(layout), seq=32, precision=rule)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parameters", "gradients", "optimizer"),
+    [
+        ("dp=4", 4, 4, 8),
+        ("dp=4,zero=1", 4, 4, 8 / 4),
+        ("dp=4,zero=2", 4, 4 / 4, 8 / 4),
+        ("dp=4,zero=3", 4 / 4, 4 / 4, 8 / 4),
+        ("dp=4,zero=3,shard=2", 4 / 2, 4 / 2, 8 / 2),
+    ],
+)
+def test_state_by_zero_stage(layout: str, parameters: float, gradients: float, optimizer: float) -> None:
+    found = state_bytes(plan_of(layout), 0)
+    assert found == {
+        "parameters": parameters * TOTAL,
+        "gradients": gradients * TOTAL,
+        "optimizer": optimizer * TOTAL,
+    }
+
+
+def test_mixed_precision_keeps_masters_with_the_optimizer() -> None:
+    # 2 bytes of working copy, 4 of gradient, 4 of master and 8 of Adam's state: 18 a parameter
+    assert state_bytes(plan_of("dp=2", MIXED), 0) == {
+        "parameters": 2 * TOTAL,
+        "gradients": 4 * TOTAL,
+        "optimizer": 12 * TOTAL,
+    }
+    assert sum(state_bytes(plan_of("dp=2,zero=1", MIXED), 0).values()) == (2 + 4 + 12 / 2) * TOTAL
+    assert sum(state_bytes(plan_of("dp=2,zero=3", MIXED), 0).values()) == (4 + 4 + 8) / 2 * TOTAL
+
+
+def test_activations_of_one_microbatch_by_hand() -> None:
+    # a token keeps its index (8 bytes), and per block its input and two wide rows; the head its input, the loss its logits
+    saved = 4 * 32 * (4 * (HIDDEN + 2 * WIDE) + HIDDEN + VOCAB) + 8 * 32
+    assert stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 1)["activations"] == saved
+    assert stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 3)["activations"] == 3 * saved
+    kept = 4 * 32 * (4 * HIDDEN + HIDDEN + VOCAB) + 8 * 32
+    recomputed = stage_memory(plan_of("dp=1,recompute=full"), cpu_cluster(), 0, 1)
+    assert recomputed["activations"] == kept
+
+
+def test_recomputed_block_lives_while_it_is_redone() -> None:
+    plain = stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 1)
+    again = stage_memory(plan_of("dp=1,recompute=full"), cpu_cluster(), 0, 1)
+    assert again["temporary"] - plain["temporary"] == 4 * 32 * (HIDDEN + 2 * WIDE)
+
+
+def test_buffers_of_data_parallelism() -> None:
+    cpu, gpu = cpu_cluster(), gpu_cluster()
+    assert stage_memory(plan_of("dp=1"), cpu, 0, 1)["communication"] == 0
+    assert stage_memory(plan_of("dp=2"), cpu, 0, 1)["communication"] == 4 * TOTAL
+    # gathered: the root (embedding and head) and one block, two where the next is fetched ahead; gradients of one block twice
+    serial = stage_memory(plan_of("dp=2,zero=3"), cpu, 0, 1)["communication"]
+    assert serial == 4 * 2 * EMBEDDING + 4 * BLOCK + 8 * BLOCK
+    ahead = stage_memory(plan_of("dp=2,zero=3"), gpu, 0, 1)["communication"]
+    assert ahead == serial + 4 * BLOCK
+
+
+def test_stages_hold_what_their_schedule_keeps_in_flight() -> None:
+    plan = plan_of("pp=2,accum=8")
+    block = 4 * 32 * (HIDDEN + 2 * WIDE)
+    first = stage_memory(plan, cpu_cluster(), 0, 2)["activations"]
+    last = stage_memory(plan, cpu_cluster(), 1, 1)["activations"]
+    assert first == 2 * (2 * block + 8 * 32)
+    assert last == 2 * block + 4 * 32 * (HIDDEN + VOCAB)
+
+
+def test_verdicts() -> None:
+    needs = forecast_memory(plan_of("dp=1"), gpu_cluster(), Factors(draws=200), [1])
+    for share, verdict in ((2.0, "fits"), (1.02, "tight"), (0.7, "oom")):
+        cluster = gpu_cluster(memory=int(needs.p50 * share))
+        found = forecast_memory(plan_of("dp=1"), cluster, Factors(draws=200), [1])
+        assert found.verdict == verdict
+        assert (found.oom_probability >= 0.5) is (verdict == "oom")
+
+
+@given(
+    dp=st.sampled_from([1, 2, 4, 8]),
+    zero=st.sampled_from([0, 1, 2, 3]),
+    pp=st.sampled_from([1, 2, 4]),
+    mb=st.integers(1, 3),
+)
+def test_more_sharding_never_needs_more_state(dp: int, zero: int, pp: int, mb: int) -> None:
+    sizes = [
+        sum(state_bytes(partition(workload(), layout, seq=32, precision=MIXED), 0).values())
+        for layout in (
+            Layout(dp=dp, zero=zero, pp=pp, mb=mb),
+            Layout(dp=2 * dp, zero=zero, pp=pp, mb=mb),
+        )
+    ]
+    assert sizes[1] <= sizes[0] or zero == 0
