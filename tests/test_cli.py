@@ -18,7 +18,7 @@ from llmprof import cli
 from llmprof.commands import COMMANDS
 from llmprof.commands.request import number_of_tokens
 from llmprof.report.ranking import best_forecast, rank_forecasts
-from llmprof.schema.store import load_profile, save_profile, save_workload
+from llmprof.schema.store import RunWriter, load_profile, save_profile, save_workload
 from tests.profiles import measured, workload
 
 FORECAST_KEYS = {
@@ -121,6 +121,28 @@ def test_a_partial_run_is_shown_and_says_so(run: Path, capsys: pytest.CaptureFix
     save_profile(msgspec.structs.replace(profile, manifest=manifest), run)
     assert cli.main(["show", str(run)]) == 0
     assert "the run is partial" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = measured(ranks=1, steps=5)
+    writer = RunWriter(tmp_path / "run", 0)
+    writer.begin(whole.manifest)
+    for row in whole.steps[:5]:
+        writer.journal(row)
+    writer.close()
+    with (writer.directory / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"rank":0,"step":5,"sta')
+    assert cli.main(["show", str(tmp_path / "run"), "--json"]) == 0
+    (report,) = objects(capsys)
+    assert report["step_time_us"] == {"median": 1000.0, "iqr": 0.0, "n": 5}
+    assert report["phases"] == {}
+    assert "the run is partial: it ended before it was closed" in report["warnings"]  # type: ignore[operator]
+    assert cli.main(["show", str(tmp_path / "run")]) == 0
+
+
+def test_a_directory_of_runs_names_the_newest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(run.parent)]) == 2
+    assert f"hint: it holds runs, the newest is {run}" in capsys.readouterr().err
 
 
 def test_forecast_prints_one_object_with_the_promised_keys(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from llmprof.commands.request import load_run
+
 SUMMARY = "two runs or forecasts side by side, and which part makes the difference"
 
 
@@ -18,9 +20,8 @@ def execute(args: argparse.Namespace) -> int:
     """Print the comparison."""
     from llmprof.commands.output import console, print_json
     from llmprof.report.compare import compare
-    from llmprof.schema.store import load_profile
 
-    comparison = compare(load_profile(args.a), load_profile(args.b))
+    comparison = compare(load_run(args.a), load_run(args.b))
     if args.json:
         print_json(comparison)
         return 0

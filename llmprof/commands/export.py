@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from llmprof.commands.request import load_run
 from llmprof.errors import RequestError
 
 SUMMARY = "the timeline of a run for Perfetto, or its raw traces for torch-tb-profiler"
@@ -28,13 +29,12 @@ def execute(args: argparse.Namespace) -> int:
     from llmprof.report.chrome import write_chrome_trace
     from llmprof.report.torch_tb import export_torch_tb
     from llmprof.report.units import bytes_text
-    from llmprof.schema.store import load_profile
 
     if not args.chrome and not args.torch_tb:
         raise RequestError(
             "nothing to export was named", hint="give --chrome FILE or --torch-tb LOGDIR, or both"
         )
-    profile = load_profile(args.run)
+    profile = load_run(args.run)
     written: list[Path] = []
     if args.chrome:
         write_chrome_trace(profile, Path(args.chrome))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmprof.errors import LayoutError
+from llmprof.errors import LayoutError, RunError
 from llmprof.schema.layout import Layout
 
 if TYPE_CHECKING:
@@ -23,12 +23,31 @@ def load_subject(path: str) -> Profile:
         RunError, WorkloadError: it cannot be read.
     """
     from llmprof.schema.profile import Manifest, Profile
-    from llmprof.schema.store import load_profile, load_workload
+    from llmprof.schema.store import load_workload
 
     if Path(path).is_file() and Path(path).suffix == ".json":
         workload = load_workload(path)
         return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return load_profile(path)
+    return load_run(path)
+
+
+def load_run(path: str) -> Profile:
+    """Read a run; a directory that only holds runs is refused with the name of the newest.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    from llmprof.schema.store import load_profile
+
+    try:
+        return load_profile(path)
+    except RunError as error:
+        inside = sorted(
+            {rank.parent for rank in Path(path).glob("*/rank-*")}, key=lambda p: p.stat().st_mtime
+        )
+        if inside and not any(Path(path).glob("rank-*")):
+            raise RunError(error.message, hint=f"it holds runs, the newest is {inside[-1]}") from error
+        raise
 
 
 def parse_layouts(texts: list[str], *, gpus: int | None) -> list[Layout]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from llmprof.commands.request import load_run, positive_int
+
 SUMMARY = "where the step of a run goes: phases, operators, modules, collectives, memory"
 
 
@@ -12,12 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory that a capture or `forecast --save` wrote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--top", type=_positive, metavar="N", help="rows of each table (default 10; all with --json)"
+        "--top", type=positive_int, metavar="N", help="rows of each table (default 10; all with --json)"
     )
     parser.add_argument(
         "--by", choices=("op", "module", "layer", "family"), default="op", help="what to add operators up by"
     )
-    parser.add_argument("--depth", type=_positive, metavar="D", help="levels of module names to keep")
+    parser.add_argument("--depth", type=positive_int, metavar="D", help="levels of module names to keep")
     parser.add_argument(
         "--rank", type=int, metavar="R", help="this rank alone (default: the mean over ranks)"
     )
@@ -26,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print the report."""
     from llmprof.report.breakdown import break_down, group_operators
-    from llmprof.schema.store import load_profile
 
-    breakdown = break_down(load_profile(args.run), rank=args.rank)
+    breakdown = break_down(load_run(args.run), rank=args.rank)
     groups = group_operators(breakdown, by=args.by, depth=args.depth)
     layers = group_operators(breakdown, by="layer", depth=args.depth)
     if args.json:
@@ -45,10 +46,3 @@ def execute(args: argparse.Namespace) -> int:
 
     console().print(show_text(breakdown, groups, layers, by=args.by, top=args.top or 10))
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
