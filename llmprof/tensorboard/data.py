@@ -42,20 +42,19 @@ def build_report(profile: Profile, forecasts: Sequence[Profile] = ()) -> Report:
 
     Returns:
         `run` (what it is about), `show` (the numbers of `llmprof show --json`, or None when nothing was measured),
+        `problem` (why a run that should have been measured was not),
         `steps` (slowest rank of each), `ranks` (phases of each), `forecasts` (the objects of
         `llmprof forecast --json` with their `cluster`) and `scaling` (those that differ in replicas only).
-
-    Raises:
-        RunError: a measured Profile without a single step.
     """
     measured = profile.manifest.kind != "predicted"
     predicted = [*([] if measured else [profile]), *forecasts]
     objects = [forecast_object(p) for p in predicted if p.manifest.forecast is not None]
-    breakdown = break_down(profile) if measured else None
+    breakdown, problem = _break_down(profile) if measured else (None, None)
     report = {
         "version": REPORT_VERSION,
         "run": _run_facts(profile),
         "show": _show(breakdown) if breakdown else None,
+        "problem": problem,
         "steps": _steps(profile.steps) if measured else [],
         "ranks": _phases_by_rank(profile, breakdown.step_time_us.median) if breakdown else [],
         "forecasts": objects,
@@ -64,6 +63,14 @@ def build_report(profile: Profile, forecasts: Sequence[Profile] = ()) -> Report:
     cleaned = clean(report)
     assert isinstance(cleaned, dict)
     return cleaned
+
+
+def _break_down(profile: Profile) -> tuple[Breakdown | None, Report | None]:
+    """The numbers, or why there are none: a workload file, a run that was killed before its first step."""
+    try:
+        return break_down(profile), None
+    except RunError as error:
+        return None, {"message": error.message, "hint": error.hint}
 
 
 def _show(breakdown: Breakdown) -> Report:
@@ -106,6 +113,22 @@ def forecast_object(profile: Profile) -> Report:
     forecast.setdefault("cluster", profile.manifest.cluster)
     forecast.setdefault("precision", profile.manifest.precision)
     return forecast
+
+
+def add_forecasts(report: Report, earlier: Iterable[Report]) -> Report:
+    """A report that also keeps earlier forecasts of the same run; one made again replaces its earlier self."""
+    forecasts = list(report["forecasts"])
+    known = {_identity(forecast) for forecast in forecasts}
+    for forecast in earlier:
+        if isinstance(forecast, dict) and _identity(forecast) not in known:
+            known.add(_identity(forecast))
+            forecasts.append(forecast)
+    kept = forecasts[:_MAX_FORECASTS]
+    return {**report, "forecasts": kept, "scaling": scaling_series(kept)}
+
+
+def _identity(forecast: Report) -> tuple[str, ...]:
+    return tuple(str(forecast.get(key)) for key in ("layout", "cluster", "global_batch", "seq", "precision"))
 
 
 def scaling_series(forecasts: Iterable[Report]) -> list[Report]:

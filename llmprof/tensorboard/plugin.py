@@ -16,10 +16,11 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from llmprof.tensorboard import PLUGIN_NAME
+
 if TYPE_CHECKING:
     from llmprof.tensorboard.runs import RunSource
 
-PLUGIN_NAME = "llmprof"
 _STATIC = Path(__file__).parent / "static"
 _JAVASCRIPT = "application/javascript"
 _FILES = {
@@ -31,6 +32,7 @@ _FILES = {
     "/forecast_table.js": _JAVASCRIPT,
     "/format.js": _JAVASCRIPT,
     "/measured.js": _JAVASCRIPT,
+    "/operators.js": _JAVASCRIPT,
     "/overview.js": _JAVASCRIPT,
     "/scaling.js": _JAVASCRIPT,
     "/table.js": _JAVASCRIPT,

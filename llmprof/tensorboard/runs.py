@@ -11,9 +11,9 @@ from typing import Any
 
 from llmprof.errors import RunError
 from llmprof.schema.store import load_profile
+from llmprof.tensorboard import PLUGIN_NAME
 from llmprof.tensorboard.data import Report, build_report, decode_report
 
-_PLUGIN_NAME = "llmprof"
 _MAX_DEPTH = 6
 _MAX_DIRECTORIES = 20_000
 _FRESH_S = 5.0
@@ -77,7 +77,7 @@ class RunSource:
         if self._data_provider is None:
             return {}
         found = self._data_provider.list_tensors(
-            context, experiment_id=experiment_id, plugin_name=_PLUGIN_NAME
+            context, experiment_id=experiment_id, plugin_name=PLUGIN_NAME
         )
         return {
             run: max(((tag, series.max_wall_time) for tag, series in tags.items()), key=lambda pair: pair[1])
@@ -92,7 +92,7 @@ class RunSource:
         data = self._data_provider.read_tensors(
             context,
             experiment_id=experiment_id,
-            plugin_name=_PLUGIN_NAME,
+            plugin_name=PLUGIN_NAME,
             downsample=_RESERVOIR,
             run_tag_filter=RunTagFilter(runs=[name], tags=[tag]),
         )

@@ -13,12 +13,15 @@ from pathlib import Path
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llmprof.errors import RequestError
+from llmprof.errors import RequestError, RunError
 from llmprof.schema.profile import Profile
-from llmprof.tensorboard.data import Report, build_report, encode_report
-from llmprof.tensorboard.plugin import PLUGIN_NAME
+from llmprof.tensorboard import PLUGIN_NAME
+from llmprof.tensorboard.data import Report, add_forecasts, build_report, decode_report, encode_report
 
 TAG = "llmprof/report"
+SUFFIX = ".report.llmprof"
+"""A new capture into the same directory removes event files whose name ends in ".llmprof"."""
+
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
@@ -31,7 +34,8 @@ def write_report(
         logdir: the directory given to `tensorboard --logdir`.
         run: name of the run, a directory below it ("demo", "sweep/a"); "." is the log directory itself.
         profile: the captured run.
-        forecasts: predicted Profiles made from it, in the order in which they are shown.
+        forecasts: predicted Profiles made from it, in the order in which they are shown. Those written earlier for
+            the same capture stay.
 
     Returns:
         The event file.
@@ -39,7 +43,36 @@ def write_report(
     Raises:
         RequestError: the name leads out of the log directory, or the report is too large.
     """
-    return write_summary(logdir, run=run, report=build_report(profile, forecasts))
+    report = build_report(profile, forecasts)
+    earlier = newest_report(run_directory(logdir, run))
+    if earlier is not None and _capture(earlier) == _capture(report):
+        report = add_forecasts(report, earlier.get("forecasts") or ())
+    return write_summary(logdir, run=run, report=report)
+
+
+def _capture(report: Report) -> tuple[object, ...]:
+    facts = report.get("run")
+    return (
+        tuple(facts.get(key) for key in ("name", "created", "world_size")) if isinstance(facts, dict) else ()
+    )
+
+
+def newest_report(directory: Path) -> Report | None:
+    """The report written last into a run's directory, None when there is none that can be read."""
+    files = sorted(directory.glob(f"events.out.tfevents.*{SUFFIX}"), reverse=True)
+    if not files:
+        return None
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    for file in files:
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.tag == TAG and value.tensor.string_val:
+                    try:
+                        return decode_report(value.tensor.string_val[0])
+                    except RunError:
+                        return None
+    return None
 
 
 def write_summary(logdir: str | Path, *, run: str, report: Report) -> Path:
@@ -53,8 +86,8 @@ def write_summary(logdir: str | Path, *, run: str, report: Report) -> Path:
     version = event_pb2.Event(wall_time=event.wall_time, file_version="brain.Event:2")
     directory.mkdir(parents=True, exist_ok=True)
     host = _UNSAFE.sub("-", socket.gethostname())
-    stamp = time.time_ns()
-    file = directory / f"events.out.tfevents.{stamp // 10**9}.{host}.{os.getpid()}.{stamp % 10**9}.llmprof"
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    file = directory / f"events.out.tfevents.{seconds}.{nanoseconds:09d}.{host}.{os.getpid()}{SUFFIX}"
     handle, temporary = tempfile.mkstemp(dir=directory, prefix=".llmprof.")
     try:
         with os.fdopen(handle, "wb") as out:

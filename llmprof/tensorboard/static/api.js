@@ -18,8 +18,10 @@ async function get(path) {
   try {
     body = await response.json();
   } catch {
-    throw new ReportError(`TensorBoard answered with status ${response.status} and no report.`,
-      "Its terminal shows what went wrong.");
+    throw new ReportError(
+      `TensorBoard answered with status ${response.status} and no report.`,
+      "Its terminal shows what went wrong.",
+    );
   }
   if (body?.error) {
     throw new ReportError(String(body.error.message ?? "unknown error"), String(body.error.hint ?? ""));

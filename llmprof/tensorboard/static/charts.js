@@ -12,7 +12,12 @@ const resizer = new ResizeObserver((entries) => {
 
 /** A chart of a fixed height; `option()` is asked again when the mode changes. Call `redraw` for other data. */
 export function chart(height, option, label) {
-  const node = el("div", { class: "chart", role: "img", "aria-label": label, style: { height: `${height}px` } });
+  const node = el("div", {
+    class: "chart",
+    role: "img",
+    "aria-label": label,
+    style: { height: `${height}px` },
+  });
   const entry = {
     node,
     redraw: () => {
@@ -40,7 +45,9 @@ export function drawAll() {
     try {
       entry.redraw();
     } catch (error) {
-      entry.node.replaceChildren(el("p", { class: "message" }, `This chart cannot be drawn: ${error.message}`));
+      entry.node.replaceChildren(
+        el("p", { class: "message" }, `This chart cannot be drawn: ${error.message}`),
+      );
       live.delete(entry);
       continue;
     }
@@ -52,7 +59,7 @@ function base() {
   return {
     animation: false,
     textStyle: { fontFamily: "inherit", color: color("text") },
-    grid: { left: 8, right: 16, top: 12, bottom: 8, containLabel: true },
+    grid: { left: 8, right: 30, top: 12, bottom: 8, containLabel: true },
   };
 }
 
@@ -83,32 +90,72 @@ export function tooltip(content, extra = {}) {
 }
 
 function tooltipNode({ title, rows }) {
-  return el("div", { class: "tip" }, el("strong", {}, title), el("table", {}, rows.map(([name, value, dot]) =>
-    el("tr", {}, el("td", {}, dot && swatch(dot), name), el("td", { class: "num" }, value)))));
+  return el(
+    "div",
+    { class: "tip" },
+    el("strong", {}, title),
+    el(
+      "table",
+      {},
+      rows.map(([name, value, dot]) =>
+        el("tr", {}, el("td", {}, dot && swatch(dot), name), el("td", { class: "num" }, value)),
+      ),
+    ),
+  );
 }
 
 /** Horizontal stacked bars: `rows` are {label, parts: {name: value}}; names give the order of the stack. */
-export function stackedBars({ rows, names, colorFor, format, labelWidth = 0, axisLabel, label, total = true }) {
+export function stackedBars({
+  rows,
+  names,
+  colorFor,
+  format,
+  labelWidth = 0,
+  axisLabel,
+  label,
+  total = true,
+}) {
   const series = names.map((name, index) => ({
-    type: "bar", name, stack: "all", barMaxWidth: 22, progressive: 0,
+    type: "bar",
+    name,
+    stack: "all",
+    barMaxWidth: 22,
+    progressive: 0,
     itemStyle: { color: colorFor(name, index), borderColor: color("card"), borderWidth: 0.5 },
     data: rows.map((row) => row.parts[name] ?? 0),
   }));
   return {
     yAxis: {
-      type: "category", inverse: true, data: rows.map((_, i) => i), ...axis({
-        label: { width: labelWidth || undefined, overflow: "truncate", formatter: (i) => rows[i]?.label ?? "", ...label },
-      }), axisLine: { show: false }, show: rows.some((row) => row.label),
+      type: "category",
+      inverse: true,
+      data: rows.map((_, i) => i),
+      ...axis({
+        label: {
+          width: labelWidth || undefined,
+          overflow: "truncate",
+          formatter: (i) => rows[i]?.label ?? "",
+          ...label,
+        },
+      }),
+      axisLine: { show: false },
+      show: rows.some((row) => row.label),
     },
-    xAxis: { type: "value", ...axis({ label: { formatter: short(axisLabel ?? format), hideOverlap: true } }) },
-    tooltip: tooltip(([first]) => stackTip(rows[first.dataIndex], names, colorFor, format, total),
-      { trigger: "axis", axisPointer: { type: "shadow" } }),
+    xAxis: {
+      type: "value",
+      ...axis({ label: { formatter: short(axisLabel ?? format), hideOverlap: true } }),
+    },
+    tooltip: tooltip(([first]) => stackTip(rows[first.dataIndex], names, colorFor, format, total), {
+      trigger: "axis",
+      axisPointer: { type: "shadow" },
+    }),
     series,
   };
 }
 
 function stackTip(row, names, colorFor, format, total) {
-  const present = names.map((name, index) => [name, row.parts[name], colorFor(name, index)]).filter(([, v]) => v > 0);
+  const present = names
+    .map((name, index) => [name, row.parts[name], colorFor(name, index)])
+    .filter(([, v]) => v > 0);
   const sum = present.reduce((all, [, value]) => all + value, 0);
   const rows = present.map(([name, value, dot]) => [name.replaceAll("_", " "), format(value), dot]);
   return { title: row.tip ?? row.label, rows: total ? [...rows, ["total", format(sum)]] : rows };

@@ -9,27 +9,47 @@ export function el(tag, attributes = {}, ...children) {
     else if (name === "style") for (const [k, v] of Object.entries(value)) node.style.setProperty(k, v);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false)
-    .map((child) => (child instanceof Node ? child : String(child))));
+  node.append(
+    ...children
+      .flat()
+      .filter((child) => child !== null && child !== undefined && child !== false)
+      .map((child) => (child instanceof Node ? child : String(child))),
+  );
   return node;
 }
 
 /** A titled card; `tools` are controls at the right of its title. */
 export function card(title, { tools = [], hint = "", wide = false, id = null } = {}, ...children) {
-  return el("section", { class: wide ? "card wide" : "card", id },
-    el("header", { class: "card-head" }, el("h2", { title: hint || null }, title), el("div", { class: "tools" }, tools)),
-    hint && el("p", { class: "hint" }, hint), ...children);
+  return el(
+    "section",
+    { class: wide ? "card wide" : "card", id },
+    el(
+      "header",
+      { class: "card-head" },
+      el("h2", { title: hint || null }, title),
+      el("div", { class: "tools" }, tools),
+    ),
+    hint && el("p", { class: "hint" }, hint),
+    ...children,
+  );
 }
 
 /** Buttons of which one is pressed. `choices` is [[value, label], …]. */
 export function segmented(choices, selected, onchoose, label) {
-  const buttons = choices.map(([value, text]) => el("button", {
-    type: "button", "aria-pressed": value === selected,
-    onclick: () => {
-      buttons.forEach((b, i) => b.setAttribute("aria-pressed", choices[i][0] === value));
-      onchoose(value);
-    },
-  }, text));
+  const buttons = choices.map(([value, text]) =>
+    el(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": value === selected,
+        onclick: () => {
+          buttons.forEach((b, i) => b.setAttribute("aria-pressed", choices[i][0] === value));
+          onchoose(value);
+        },
+      },
+      text,
+    ),
+  );
   buttons.forEach((b, i) => b.setAttribute("aria-pressed", choices[i][0] === selected));
   return el("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
 }
@@ -40,8 +60,13 @@ export function swatch(color) {
 
 /** A message in place of what cannot be shown. */
 export function message(title, text, hint = "") {
-  return el("div", { class: "message", role: "alert" }, el("strong", {}, title), text && el("p", {}, text),
-    hint && el("p", { class: "muted" }, hint));
+  return el(
+    "div",
+    { class: "message", role: "alert" },
+    el("strong", {}, title),
+    text && el("p", {}, text),
+    hint && el("p", { class: "muted" }, hint),
+  );
 }
 
 /** Builds a part; when the data is not what it should be, a message stands there instead of the part. */
@@ -49,7 +74,14 @@ export function guarded(title, build) {
   try {
     return build();
   } catch (error) {
-    return card(title, {}, message("This part cannot be drawn.", String(error?.message ?? error).slice(0, 300),
-      "The report is damaged or was written by another version."));
+    return card(
+      title,
+      {},
+      message(
+        "This part cannot be drawn.",
+        String(error?.message ?? error).slice(0, 300),
+        "The report is damaged or was written by another version.",
+      ),
+    );
   }
 }

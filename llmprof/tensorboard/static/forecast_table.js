@@ -1,13 +1,30 @@
 // The forecasts as a table; each row opens to everything that stands beside the answer.
 
 import { el, swatch } from "./dom.js";
-import { bytes, count, digits, isNumber, list, numbers, percent, plain, range, seconds, text, tokensPerS, words } from "./format.js";
+import {
+  bytes,
+  count,
+  digits,
+  isNumber,
+  list,
+  numbers,
+  percent,
+  plain,
+  range,
+  seconds,
+  text,
+  tokensPerS,
+  words,
+} from "./format.js";
 import { sortableTable } from "./table.js";
 import { colorOf } from "./theme.js";
 
 const VERDICTS = { fits: "good", tight: "warn", oom: "bad" };
-const SOURCES = [["measured_fraction", "measured", "#2e9e6b"], ["interpolated_fraction", "interpolated", "#4c8dff"],
-  ["assumed_fraction", "assumed", "#f0a33e"]];
+const SOURCES = [
+  ["measured_fraction", "measured", "#2e9e6b"],
+  ["interpolated_fraction", "interpolated", "#4c8dff"],
+  ["assumed_fraction", "assumed", "#f0a33e"],
+];
 
 function two(main, below) {
   return el("div", { class: "two" }, el("span", {}, main), el("small", { class: "muted" }, below));
@@ -15,14 +32,30 @@ function two(main, below) {
 
 function verdict(f) {
   const name = text(f.verdict);
-  const chance = isNumber(f.oom_probability) ? `out of memory with a probability of ${percent(f.oom_probability)}` : "";
-  return el("span", { class: `pill ${Object.hasOwn(VERDICTS, name) ? VERDICTS[name] : ""}`, title: chance }, name === "oom" ? "OOM" : name);
+  const chance = isNumber(f.oom_probability)
+    ? `out of memory with a probability of ${percent(f.oom_probability)}`
+    : "";
+  return el(
+    "span",
+    { class: `pill ${Object.hasOwn(VERDICTS, name) ? VERDICTS[name] : ""}`, title: chance },
+    name === "oom" ? "OOM" : name,
+  );
 }
 
 function evidence(f) {
   const tip = SOURCES.map(([key, name]) => `${name} ${percent(f[key])}`).join(", ");
-  return el("div", { class: "evidence", title: tip }, SOURCES.map(([key, , fill]) => el("span", {
-    style: { width: `${Math.max(0, Math.min(1, isNumber(f[key]) ? f[key] : 0)) * 100}%`, "background-color": fill } })));
+  return el(
+    "div",
+    { class: "evidence", title: tip },
+    SOURCES.map(([key, , fill]) =>
+      el("span", {
+        style: {
+          width: `${Math.max(0, Math.min(1, isNumber(f[key]) ? f[key] : 0)) * 100}%`,
+          "background-color": fill,
+        },
+      }),
+    ),
+  );
 }
 
 function money(cost) {
@@ -37,17 +70,57 @@ function ratio(f) {
 }
 
 const COLUMNS = [
-  { label: "Layout", grow: true, value: (f) => f.layout, tip: (f) => text(f.layout), cell: (f) => two(el("code", {}, text(f.layout)), layoutNote(f)) },
+  {
+    label: "Layout",
+    grow: true,
+    value: (f) => f.layout,
+    tip: (f) => text(f.layout),
+    cell: (f) => two(el("code", {}, text(f.layout)), layoutNote(f)),
+  },
   { label: "Cluster", value: (f) => f.cluster, cell: (f) => text(f.cluster) },
   { label: "GPUs", numeric: true, value: (f) => f.gpus, cell: (f) => count(f.gpus) },
-  { label: "Step time", numeric: true, value: (f) => f.step_time_s?.p50, cell: (f) => two(seconds(f.step_time_s?.p50), range(f.step_time_s, seconds)), title: "median, and p10 to p90" },
-  { label: "Tokens/s", numeric: true, value: (f) => f.tokens_per_s?.p50, cell: (f) => two(plain(f.tokens_per_s?.p50), range(f.tokens_per_s, plain)), title: "median, and p10 to p90" },
+  {
+    label: "Step time",
+    numeric: true,
+    value: (f) => f.step_time_s?.p50,
+    cell: (f) => two(seconds(f.step_time_s?.p50), range(f.step_time_s, seconds)),
+    title: "median, and p10 to p90",
+  },
+  {
+    label: "Tokens/s",
+    numeric: true,
+    value: (f) => f.tokens_per_s?.p50,
+    cell: (f) => two(plain(f.tokens_per_s?.p50), range(f.tokens_per_s, plain)),
+    title: "median, and p10 to p90",
+  },
   { label: "MFU", numeric: true, value: (f) => f.mfu, cell: (f) => percent(f.mfu) },
-  { label: "vs naive", numeric: true, value: ratio, cell: (f) => (ratio(f) === null ? "not known" : `× ${digits(ratio(f))}`), title: "step time over the naive forecast" },
-  { label: "Peak memory", numeric: true, value: (f) => f.peak_memory_bytes?.p50, cell: (f) => two(bytes(f.peak_memory_bytes?.p50), `p90 ${bytes(f.peak_memory_bytes?.p90)}`) },
+  {
+    label: "vs naive",
+    numeric: true,
+    value: ratio,
+    cell: (f) => (ratio(f) === null ? "not known" : `× ${digits(ratio(f))}`),
+    title: "step time over the naive forecast",
+  },
+  {
+    label: "Peak memory",
+    numeric: true,
+    value: (f) => f.peak_memory_bytes?.p50,
+    cell: (f) => two(bytes(f.peak_memory_bytes?.p50), `p90 ${bytes(f.peak_memory_bytes?.p90)}`),
+  },
   { label: "Fits", value: (f) => f.oom_probability, cell: verdict },
-  { label: "Cost / 1e9 tokens", numeric: true, value: (f) => f.cost?.per_1e9_tokens, cell: (f) => money(f.cost) },
-  { label: "Evidence", value: (f) => f.measured_fraction, numeric: true, cell: evidence, title: "share of the time that was measured, interpolated, assumed" },
+  {
+    label: "Cost / 1e9 tokens",
+    numeric: true,
+    value: (f) => f.cost?.per_1e9_tokens,
+    cell: (f) => money(f.cost),
+  },
+  {
+    label: "Evidence",
+    value: (f) => f.measured_fraction,
+    numeric: true,
+    cell: evidence,
+    title: "share of the time that was measured, interpolated, assumed",
+  },
 ];
 
 function layoutNote(f) {
@@ -56,24 +129,75 @@ function layoutNote(f) {
 }
 
 function facts(pairs) {
-  return el("dl", { class: "facts" }, pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  return el(
+    "dl",
+    { class: "facts" },
+    pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
+  );
 }
 
 function detail(f) {
   const total = numbers(f.breakdown_s).reduce((all, [, v]) => all + v, 0);
   const assumptions = list(f.assumptions).filter((a) => typeof a === "string");
-  const cost = f.cost ? `${isNumber(f.cost.per_step) ? digits(f.cost.per_step) : "not known"} ${text(f.cost.currency, "")} per step` : "not known";
-  return el("div", { class: "detail-grid" },
-    el("div", {}, el("h3", {}, "Beside the answer"), facts([
-      ["naive forecast", seconds(f.naive_step_time_s)], ["second baseline", seconds(f.second_baseline_step_time_s)],
-      ["bound (nothing is faster)", seconds(f.bound_step_time_s)], ["tokens/s", tokensPerS(f.tokens_per_s?.p50)],
-      ["probability of OOM", percent(f.oom_probability)], ["cost", cost],
-      ["energy per step", isNumber(f.energy_j_per_step?.p50) ? `${plain(f.energy_j_per_step.p50)}J` : "not known"]])),
-    el("div", {}, el("h3", {}, "Breakdown of the median"), el("div", { class: "legend" }, numbers(f.breakdown_s).filter(([, v]) => v > 0)
-      .map(([name, value], i) => el("div", { class: "legend-row" }, swatch(colorOf(name, i)), el("span", { class: "legend-name" }, words(name)),
-        el("span", { class: "num" }, seconds(value)), el("span", { class: "num muted" }, total > 0 ? percent(value / total) : ""))))),
-    el("div", {}, el("h3", {}, "Where the prices come from"), facts(SOURCES.map(([key, name]) => [name, percent(f[key])])),
-      el("h3", {}, "Assumptions"), assumptions.length ? el("ul", {}, assumptions.map((a) => el("li", {}, a))) : el("p", { class: "muted" }, "none stated")));
+  const cost = f.cost
+    ? `${isNumber(f.cost.per_step) ? digits(f.cost.per_step) : "not known"} ${text(f.cost.currency, "")} per step`
+    : "not known";
+  return el(
+    "div",
+    { class: "detail-grid" },
+    el(
+      "div",
+      {},
+      el("h3", {}, "Beside the answer"),
+      facts([
+        ["naive forecast", seconds(f.naive_step_time_s)],
+        ["second baseline", seconds(f.second_baseline_step_time_s)],
+        ["bound (nothing is faster)", seconds(f.bound_step_time_s)],
+        ["tokens/s", tokensPerS(f.tokens_per_s?.p50)],
+        ["probability of OOM", percent(f.oom_probability)],
+        ["cost", cost],
+        [
+          "energy per step",
+          isNumber(f.energy_j_per_step?.p50) ? `${plain(f.energy_j_per_step.p50)}J` : "not known",
+        ],
+      ]),
+    ),
+    el(
+      "div",
+      {},
+      el("h3", {}, "Breakdown of the median"),
+      el(
+        "div",
+        { class: "legend" },
+        numbers(f.breakdown_s)
+          .filter(([, v]) => v > 0)
+          .map(([name, value], i) =>
+            el(
+              "div",
+              { class: "legend-row" },
+              swatch(colorOf(name, i)),
+              el("span", { class: "legend-name" }, words(name)),
+              el("span", { class: "num" }, seconds(value)),
+              el("span", { class: "num muted" }, total > 0 ? percent(value / total) : ""),
+            ),
+          ),
+      ),
+    ),
+    el(
+      "div",
+      {},
+      el("h3", {}, "Where the prices come from"),
+      facts(SOURCES.map(([key, name]) => [name, percent(f[key])])),
+      el("h3", {}, "Assumptions"),
+      assumptions.length
+        ? el(
+            "ul",
+            {},
+            assumptions.map((a) => el("li", {}, a)),
+          )
+        : el("p", { class: "muted" }, "none stated"),
+    ),
+  );
 }
 
 export function forecastTable(forecasts, onorder) {

@@ -23,9 +23,31 @@ function scaled(value, steps) {
   return `${digits(value / factor)} ${unit}`.trimEnd();
 }
 
-const TIME = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
-const SIZE = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
-const PLAIN = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
+const TIME = [
+  [86400, "d"],
+  [3600, "h"],
+  [60, "min"],
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "µs"],
+  [1e-9, "ns"],
+];
+const SIZE = [
+  [1e15, "PB"],
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+  [1, "B"],
+];
+const PLAIN = [
+  [1e15, "P"],
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+  [1, ""],
+];
 
 export function seconds(value) {
   if (value === 0) return "0 s";
@@ -49,7 +71,10 @@ export function count(value) {
 }
 
 /** A format for axis labels: "100 ms" instead of "100.0 ms". */
-export const short = (format) => (value) => format(value).replace(/(\.\d*?)0+(?= |$)/, "$1").replace(/\.(?= |$)/, "");
+export const short = (format) => (value) =>
+  format(value)
+    .replace(/(\.\d*?)0+(?= |$)/, "$1")
+    .replace(/\.(?= |$)/, "");
 
 /** "411 ms – 463 ms" from {p10, p90}. */
 export function range(interval, format) {
@@ -73,5 +98,7 @@ export function numbers(object) {
 
 export function date(value) {
   const parsed = new Date(isNumber(value) ? value * 1000 : value);
-  return Number.isNaN(parsed.getTime()) ? NOT_KNOWN : parsed.toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+  return Number.isNaN(parsed.getTime())
+    ? NOT_KNOWN
+    : parsed.toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }

@@ -5,7 +5,8 @@ import { drawAll } from "./charts.js";
 import { el, guarded, message } from "./dom.js";
 import { forecastSection } from "./forecast.js";
 import { date, list } from "./format.js";
-import { collectivesCard, memoryCard, modulesCard, operatorsCard, phasesCard, stepsCard } from "./measured.js";
+import { memoryCard, phasesCard, stepsCard } from "./measured.js";
+import { collectivesCard, modulesCard, operatorsCard } from "./operators.js";
 import { forecastKpis, header, kpis, notes } from "./overview.js";
 import { scalingCard } from "./scaling.js";
 import { followTheme } from "./theme.js";
@@ -21,14 +22,22 @@ const page = el("main");
 
 export async function render() {
   const style = el("link", { rel: "stylesheet", href: new URL("style.css", import.meta.url).href });
-  const ready = new Promise((resolve) => { style.onload = resolve; style.onerror = resolve; });
+  const ready = new Promise((resolve) => {
+    style.onload = resolve;
+    style.onerror = resolve;
+  });
   document.head.append(style);
   document.documentElement.lang = "en";
   await ready;
-  document.body.replaceChildren(el("div", { class: "bar" }, el("span", { class: "brand" }, "llmprof"), picker, nav, reload), page);
+  document.body.replaceChildren(
+    el("div", { class: "bar" }, el("span", { class: "brand" }, "llmprof"), picker, nav, reload),
+    page,
+  );
   followTheme(() => drawAll());
   await refresh(true);
-  setInterval(() => { if (!document.hidden) refresh(false); }, POLL_MS);
+  setInterval(() => {
+    if (!document.hidden) refresh(false);
+  }, POLL_MS);
 }
 
 async function refresh(force) {
@@ -62,7 +71,15 @@ function remembered() {
 
 function drawPicker() {
   picker.hidden = reload.hidden = state.runs.length === 0;
-  picker.replaceChildren(...state.runs.map((run) => el("option", { value: run.name, title: date(run.updated) }, run.name === "." ? "(this directory)" : run.name)));
+  picker.replaceChildren(
+    ...state.runs.map((run) =>
+      el(
+        "option",
+        { value: run.name, title: date(run.updated) },
+        run.name === "." ? "(this directory)" : run.name,
+      ),
+    ),
+  );
   if (state.selected !== null) picker.value = state.selected;
 }
 
@@ -89,44 +106,107 @@ function show(...nodes) {
   page.removeAttribute("aria-busy");
   const parts = nodes.flat().filter(Boolean);
   page.replaceChildren(...parts);
-  nav.replaceChildren(...[...page.querySelectorAll("h1[id]")].map((heading) => el("button", {
-    type: "button", onclick: () => heading.scrollIntoView({ behavior: "smooth", block: "start" }),
-  }, heading.textContent)));
+  nav.replaceChildren(
+    ...[...page.querySelectorAll("h1[id]")].map((heading) =>
+      el(
+        "button",
+        {
+          type: "button",
+          onclick: () => heading.scrollIntoView({ behavior: "smooth", block: "start" }),
+        },
+        heading.textContent,
+      ),
+    ),
+  );
   drawAll();
 }
 
 function reportView(report, name) {
   const measured = report.show && typeof report.show === "object";
-  const cards = (makers) => makers.flatMap(([title, make]) => guarded(title, () => make(report))).filter(Boolean);
-  const upper = measured ? cards([["Where the step goes", phasesCard], ["Steps", stepsCard], ["Operators", operatorsCard],
-    ["Modules", modulesCard], ["Memory", memoryCard], ["Collectives", collectivesCard]]) : [];
-  const lower = cards([["Forecasts", forecastSection], ["Scaling", scalingCard]]);
+  const cards = (makers) =>
+    makers.flatMap(([title, make]) => guarded(title, () => make(report))).filter(Boolean);
+  const upper = measured
+    ? cards([
+        ["Where the step goes", phasesCard],
+        ["Steps", stepsCard],
+        ["Operators", operatorsCard],
+        ["Modules", modulesCard],
+        ["Memory", memoryCard],
+        ["Collectives", collectivesCard],
+      ])
+    : [];
+  const lower = cards([
+    ["Forecasts", forecastSection],
+    ["Scaling", scalingCard],
+  ]);
   return [
     guarded("Run", () => header(report, name)),
     guarded("Numbers", () => kpis(report) ?? forecastKpis(report)),
+    report.problem &&
+      message(
+        "Nothing was measured.",
+        String(report.problem.message ?? ""),
+        String(report.problem.hint ?? ""),
+      ),
+    upper.length + lower.length === 0 &&
+      !report.problem &&
+      message("This report holds no measurement and no forecast."),
     guarded("Warnings", () => notes("warning", report.show?.warnings, "warn")),
     guarded("Assumptions", () => notes("assumption", report.run?.assumptions, "")),
-    upper.length > 0 && el("h1", { id: "measured" }, "Measured"), upper.length > 0 && el("div", { class: "grid" }, upper),
-    lower.length > 0 && el("h1", { id: "forecast" }, "Forecast"), lower.length > 0 && el("div", { class: "grid" }, lower),
+    upper.length > 0 && el("h1", { id: "measured" }, "Measured"),
+    upper.length > 0 && el("div", { class: "grid" }, upper),
+    lower.length > 0 && el("h1", { id: "forecast" }, "Forecast"),
+    lower.length > 0 && el("div", { class: "grid" }, lower),
     lower.length === 0 && forecastHint(name),
-    upper.length + lower.length === 0 && message("This report holds no measurement and no forecast."),
   ];
 }
 
 function forecastHint(name) {
-  return el("p", { class: "muted foot" }, "No forecasts were written for this run yet: ",
-    el("code", {}, `llmprof forecast RUN --cluster 8xH100-SXM --gpus 64 --layout dp=8,tp=8 --tb LOGDIR`), ` adds them to ${name === "." ? "this directory" : name}.`);
+  return el(
+    "p",
+    { class: "muted foot" },
+    "No forecasts were written for this run yet: ",
+    el("code", {}, `llmprof forecast RUN --cluster 8xH100-SXM --gpus 64 --layout dp=8,tp=8 --tb LOGDIR`),
+    ` adds them to ${name === "." ? "this directory" : name}.`,
+  );
 }
 
 function emptyState(logdir) {
   const place = logdir || "LOGDIR";
-  return el("div", { class: "empty" }, el("h1", {}, "No run was found yet"),
-    el("p", {}, "This tab shows where a training step spends its time, and what the same model would do on other machines. It looks in ",
-      el("code", {}, place), "."),
-    el("ol", {},
-      el("li", {}, "Capture a short run: ", el("pre", {}, `import llmprof\n\n@llmprof.profile(logdir="${place}/first")\ndef train():\n    ...`),
-        "or, without changing the script: ", el("pre", {}, `llmprof run -o ${place}/first -- train.py`)),
-      el("li", {}, "Add forecasts: ", el("pre", {}, `llmprof forecast ${place}/first --cluster 8xH100-SXM --gpus 64 --layout dp=8,tp=8 --tb ${place}`)),
-      el("li", {}, "Press Reload here; the page also looks again by itself.")),
-    el("button", { type: "button", class: "reload", onclick: () => refresh(true) }, "Reload"));
+  return el(
+    "div",
+    { class: "empty" },
+    el("h1", {}, "No run was found yet"),
+    el(
+      "p",
+      {},
+      "This tab shows where a training step spends its time, and what the same model would do on other machines. It looks in ",
+      el("code", {}, place),
+      ".",
+    ),
+    el(
+      "ol",
+      {},
+      el(
+        "li",
+        {},
+        "Capture a short run: ",
+        el("pre", {}, `import llmprof\n\n@llmprof.profile(logdir="${place}/first")\ndef train():\n    ...`),
+        "or, without changing the script: ",
+        el("pre", {}, `llmprof run -o ${place}/first -- train.py`),
+      ),
+      el(
+        "li",
+        {},
+        "Add forecasts: ",
+        el(
+          "pre",
+          {},
+          `llmprof forecast ${place}/first --cluster 8xH100-SXM --gpus 64 --layout dp=8,tp=8 --tb ${place}`,
+        ),
+      ),
+      el("li", {}, "Press Reload here; the page also looks again by itself."),
+    ),
+    el("button", { type: "button", class: "reload", onclick: () => refresh(true) }, "Reload"),
+  );
 }

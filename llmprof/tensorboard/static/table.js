@@ -24,10 +24,28 @@ export function sortableTable(columns, rows, options = {}) {
   const state = { column: options.sort ?? null, descending: options.descending ?? true, all: false };
   const limit = options.limit ?? 12;
   const body = el("tbody");
-  const heads = columns.map((column, index) => el("th", {
-    scope: "col", class: [column.numeric && "num", column.grow && "grow"].filter(Boolean).join(" "),
-  }, el("button", { type: "button", title: column.title ?? "sort", onclick: () => choose(index) }, column.label)));
-  const more = el("button", { type: "button", class: "more", onclick: () => { state.all = !state.all; draw(); } });
+  const heads = columns.map((column, index) =>
+    el(
+      "th",
+      {
+        scope: "col",
+        class: [column.numeric && "num", column.grow && "grow"].filter(Boolean).join(" "),
+      },
+      el(
+        "button",
+        { type: "button", title: column.title ?? "sort", onclick: () => choose(index) },
+        column.label,
+      ),
+    ),
+  );
+  const more = el("button", {
+    type: "button",
+    class: "more",
+    onclick: () => {
+      state.all = !state.all;
+      draw();
+    },
+  });
 
   function choose(index) {
     if (state.column === index) state.descending = !state.descending;
@@ -36,25 +54,43 @@ export function sortableTable(columns, rows, options = {}) {
   }
 
   function draw() {
-    const ordered = state.column === null ? rows : sortRows(rows, columns[state.column].value, state.descending);
-    heads.forEach((head, index) => head.setAttribute("aria-sort",
-      index !== state.column ? "none" : state.descending ? "descending" : "ascending"));
+    const ordered =
+      state.column === null ? rows : sortRows(rows, columns[state.column].value, state.descending);
+    heads.forEach((head, index) =>
+      head.setAttribute(
+        "aria-sort",
+        index !== state.column ? "none" : state.descending ? "descending" : "ascending",
+      ),
+    );
     const shown = state.all ? ordered : ordered.slice(0, limit);
     body.replaceChildren(...shown.flatMap((row) => tableRow(columns, row, options.detail)));
     more.hidden = rows.length <= limit;
-    more.textContent = state.all ? `Show the first ${limit}` : `Show all ${rows.length} ${options.noun ?? "rows"}`;
+    more.textContent = state.all
+      ? `Show the first ${limit}`
+      : `Show all ${rows.length} ${options.noun ?? "rows"}`;
     options.onorder?.(ordered);
   }
 
   draw();
-  return el("div", { class: "table-wrap" }, el("table", {}, el("thead", {}, el("tr", {}, heads)), body), more);
+  return el(
+    "div",
+    { class: "table-wrap" },
+    el("table", {}, el("thead", {}, el("tr", {}, heads)), body),
+    more,
+  );
 }
 
 function tableRow(columns, row, detail) {
-  const cells = columns.map((column) => el("td", {
-    class: [column.numeric && "num", column.grow && "grow"].filter(Boolean).join(" "),
-    title: column.tip ? column.tip(row) : null,
-  }, column.cell ? column.cell(row) : String(column.value(row) ?? "")));
+  const cells = columns.map((column) =>
+    el(
+      "td",
+      {
+        class: [column.numeric && "num", column.grow && "grow"].filter(Boolean).join(" "),
+        title: column.tip ? column.tip(row) : null,
+      },
+      column.cell ? column.cell(row) : String(column.value(row) ?? ""),
+    ),
+  );
   if (!detail) return [el("tr", {}, cells)];
   const hidden = el("tr", { class: "detail", hidden: true });
   const toggle = () => {
@@ -62,21 +98,32 @@ function tableRow(columns, row, detail) {
     hidden.hidden = !hidden.hidden;
     line.setAttribute("aria-expanded", !hidden.hidden);
   };
-  const line = el("tr", {
-    class: "has-detail", tabindex: 0, "aria-expanded": false, onclick: toggle,
-    onkeydown: (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      toggle();
+  const line = el(
+    "tr",
+    {
+      class: "has-detail",
+      tabindex: 0,
+      "aria-expanded": false,
+      onclick: toggle,
+      onkeydown: (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        toggle();
+      },
     },
-  }, cells);
+    cells,
+  );
   return [line, hidden];
 }
 
-/** A share as a bar with its number. */
-export function shareBar(share, color) {
-  const width = isNumber(share) ? Math.min(100, Math.max(0, share * 100)) : 0;
-  return el("div", { class: "share" },
-    el("div", { class: "share-track" }, el("div", { class: "share-fill", style: { width: `${width}%`, "background-color": color } })),
-    el("span", {}, percent(share)));
+/** A share as its number and a bar, whose length is relative to the longest share of the table. */
+export function shareBar(share, longest, color) {
+  const width = isNumber(share) && longest > 0 ? Math.min(100, Math.max(0, (share / longest) * 100)) : 0;
+  const fill = el("div", { class: "share-fill", style: { width: `${width}%`, "background-color": color } });
+  return el(
+    "div",
+    { class: "share" },
+    el("div", { class: "share-track" }, fill),
+    el("span", {}, percent(share)),
+  );
 }

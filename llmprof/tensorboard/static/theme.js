@@ -37,11 +37,30 @@ export function color(name) {
 }
 
 const FIXED = {
-  forward: "#4c8dff", recompute: "#9dc1ff", backward_input: "#6b5bd6", backward_weight: "#a596f0",
-  optimizer: "#f0a33e", communication: "#e0605c", input: "#35b0a2", host: "#8d9bb0", idle: "#c5ccd6", other: "#b79f86",
-  compute: "#4c8dff", tp: "#e0605c", cp: "#f08c5a", ep: "#d973ac", dp: "#bf4a7a", pp: "#9a5bb5", bubble: "#c5ccd6",
-  straggler: "#8a6f63", parameters: "#4c8dff", gradients: "#a596f0", activations: "#35b0a2", buffers: "#9dc1ff",
-  temporary: "#e9c46a", framework: "#8d9bb0",
+  forward: "#4c8dff",
+  recompute: "#9dc1ff",
+  backward_input: "#6b5bd6",
+  backward_weight: "#a596f0",
+  optimizer: "#f0a33e",
+  communication: "#e0605c",
+  input: "#35b0a2",
+  host: "#8d9bb0",
+  idle: "#c5ccd6",
+  other: "#b79f86",
+  compute: "#4c8dff",
+  tp: "#e0605c",
+  cp: "#f08c5a",
+  ep: "#d973ac",
+  dp: "#bf4a7a",
+  pp: "#9a5bb5",
+  bubble: "#c5ccd6",
+  straggler: "#8a6f63",
+  parameters: "#4c8dff",
+  gradients: "#a596f0",
+  activations: "#35b0a2",
+  buffers: "#9dc1ff",
+  temporary: "#e9c46a",
+  framework: "#8d9bb0",
 };
 const SERIES = ["#4c8dff", "#f0a33e", "#35b0a2", "#e0605c", "#9a5bb5", "#8a6f63", "#d973ac", "#6b8e23"];
 
