@@ -19,12 +19,16 @@ from llmprof.schema.profile import TABLES
 Columns = dict[str, NDArray[Any]]
 MAX_TABLE_BYTES = 2_000_000_000
 """Uncompressed size above which a tables file is refused (a hostile archive could fill the memory)."""
+_MAX_ERROR_CHARACTERS = 120
 
 _NUMPY_DTYPE: dict[type, str] = {int: "int64", float: "float64", bool: "bool", str: "U"}
 
 
 def rows_to_columns(table: str, rows: Sequence[msgspec.Struct]) -> Columns:
-    """Columns of one table, each named "table.column"; an optional column gets a mask "table.column?"."""
+    """Columns of one table, each named "table.column"; an optional column gets a mask "table.column?".
+
+    Text keeps every character but zeros at its end, which NumPy's fixed-width strings drop.
+    """
     columns: Columns = {}
     for field in msgspec.structs.fields(TABLES[table]):
         base, optional = _base_type(field.type)
@@ -116,5 +120,11 @@ def read_npz(file: IO[bytes], *, name: str) -> Columns:
         if isinstance(error, RunError):
             raise
         raise RunError(
-            f"{name} is torn or is not one of our files: {error}", hint="capture the run again"
+            f"{name} is torn or is not one of our files: {_one_line(error)}", hint="capture the run again"
         ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """The start of an error's text without what a terminal cannot show: libraries quote the damaged bytes."""
+    text = "".join(c for c in str(error) if c.isprintable())
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]}..."
