@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,19 +66,38 @@ class Prices:
 
     Attributes:
         group: (group size, span in devices) of each mesh axis that communicates.
+        scale: factor on operator and host times: steps as the training loop saw them over what the rows add up to.
+        wrapper_s: host time that an operator on a distributed tensor (DTensor) costs beyond its local operators.
     """
 
     operators: OperatorPrices
     collectives: CollectivePrices
     group: dict[str, tuple[int, int]]
+    scale: float = 1.0
+    wrapper_s: float = 0.0
 
     def compute(self, ops: Iterable[Op]) -> Cost:
         """Operators of a list, collectives left out."""
         cost = Cost()
         for op in ops:
             if not op.collective:
-                cost.add(self.operators.price(op.op, op.inputs, op.outputs, op.attributes), op.count)
+                cost.add(self.operator(op.op, op.inputs, op.outputs, op.attributes), op.count)
+                if op.wrapped:
+                    cost.host_s += op.count * self.wrapper_s
         return cost
+
+    def operator(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        attributes: frozenset[str] = frozenset(),
+    ) -> OpPrice:
+        """One call of an operator, scaled."""
+        price = self.operators.price(op, inputs, outputs, attributes)
+        if self.scale == 1.0:
+            return price
+        return price._replace(time_s=price.time_s * self.scale, host_s=price.host_s * self.scale)
 
     def communication(self, ops: Iterable[Op]) -> Cost:
         """Collectives of a list."""
@@ -100,7 +119,7 @@ class Prices:
         """`count` equal collectives, with the host time of their launches."""
         price = self.collectives.price(call.kind, call.size_bytes, call.group_size, call.span)
         cost = Cost(calls={call: float(count)})
-        cost.add(price._replace(host_s=self.operators.host_us() * 1e-6), count)
+        cost.add(price._replace(host_s=self.operators.host_us() * 1e-6 * self.scale), count)
         return cost
 
     def copy(self, op: str, numel: int, *, source: str, target: str, calls: int = 1) -> Cost:
@@ -108,6 +127,5 @@ class Prices:
         cost = Cost()
         if numel > 0:
             shape = (max(1, numel // calls),)
-            price = self.operators.price(op, (Tensor(shape, source),), (Tensor(shape, target),))
-            cost.add(price, calls)
+            cost.add(self.operator(op, (Tensor(shape, source),), (Tensor(shape, target),)), calls)
         return cost

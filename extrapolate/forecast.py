@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from llmprof.errors import RequestError, WorkloadError
+from llmprof.extrapolate.calibrate import window_scale, wrapper_us
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
@@ -136,10 +137,13 @@ def _check_request(request: Request, workload: Workload) -> int:
 def _machine(
     profile: Profile, layout: Layout, cluster: Cluster, request: Request, *, same_device: bool
 ) -> Machine:
+    operators = OperatorPrices(profile, cluster.device, same_device=same_device)
     prices = Prices(
-        operators=OperatorPrices(profile, cluster.device, same_device=same_device),
+        operators=operators,
         collectives=CollectivePrices(profile, cluster, same_device=same_device),
         group=axis_groups(layout, cluster),
+        scale=window_scale(profile, operators),
+        wrapper_s=wrapper_us(profile, same_device=same_device)[0] * 1e-6,
     )
     return Machine(
         prices=prices,
@@ -259,6 +263,14 @@ def _assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[str,
         )
         lines.append(
             f"blocks per stage {counts}; neighbours exchange messages as torch's {layout.schedule} does"
+        )
+    if abs(prices.scale - 1.0) > 0.02:
+        lines.append(
+            f"operator times scaled by {prices.scale:.2f}: so much the measured steps differ from the profiled window"
+        )
+    if layout.tp > 1 or layout.zero == 3:
+        lines.append(
+            f"operators on distributed tensors cost {prices.wrapper_s * 1e6:.0f} us of host time more"
         )
     lines.extend(_data_parallel_lines(plan, machine))
     if groups_optimizer(plan, machine):

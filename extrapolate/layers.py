@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.machine import Machine, Segment
@@ -60,7 +60,7 @@ def _accumulation(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     for parameter in layer.own_parameters:
         if parameter.trainable:
             gradient = Tensor((-(-parameter.numel // shard),), parameter.dtype)
-            cost.add(machine.prices.operators.price("aten::add_", (gradient, gradient), (gradient,)))
+            cost.add(machine.prices.operator("aten::add_", (gradient, gradient), (gradient,)))
     return cost
 
 
@@ -73,7 +73,10 @@ def _optimizer(layer: LayerWork, plan: Plan, machine: Machine, *, traced: bool) 
     shard = plan.layout.dp_shard
     whole = layer.optimizer if traced else fallback_ops(layer, plan.workload.optimizer.state_slots)
     grouped = traced and groups_optimizer(plan, machine)
-    cost = machine.prices.compute(optimizer_ops(whole, shard=shard, grouped=grouped))
+    ops = optimizer_ops(whole, shard=shard, grouped=grouped)
+    if plan.layout.zero == 3:
+        ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
+    cost = machine.prices.compute(ops)
     if plan.precision.mixed and plan.layout.zero < 3:
         numel = sum(-(-p.numel // shard) for p in layer.own_parameters)
         working = plan.precision.activation

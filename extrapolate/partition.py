@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -26,7 +27,11 @@ Names = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """`count` equal calls of an operator or collective with concrete local shapes."""
+    """`count` equal calls of an operator or collective with concrete local shapes.
+
+    Attributes:
+        wrapped: it acts on a distributed tensor (DTensor), which costs host time beyond the local operator.
+    """
 
     op: str
     phase: str
@@ -38,6 +43,7 @@ class Op:
     collective: str
     axis: str
     family: str
+    wrapped: bool = False
 
     @property
     def flops(self) -> int:
@@ -138,7 +144,7 @@ def partition(workload: Workload, layout: Layout, *, seq: int, precision: Precis
         LayoutError: more stages than blocks, or too much work without a tensor-parallel plan.
     """
     trace = choose_class(workload, layout, seq)
-    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision)
+    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision, sp=layout.sp)
     layers = {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
     stages = split_stages(workload, layers, layout.pp)
     tied = tuple(p for n, _ in stages[-1] for p in layers[n].parameters if p.tied_to) if layout.pp > 1 else ()
@@ -169,10 +175,16 @@ class _Evaluate:
     batch: int
     seq: int
     precision: PrecisionRule
+    sp: bool = False
 
     def layer(self, spec: LayerSpec, trace: LayerTrace) -> LayerWork:
-        ops = [self.op(o, loss=spec.kind == "loss") for o in trace.ops]
         locals_ = trace.parameters or tuple(p.shape for p in spec.parameters)
+        distributed = _Distributed.of(spec, locals_, sp=self.sp)
+        ops = [
+            self.op(o, loss=spec.kind == "loss", wrapped=distributed.wraps(o))
+            for o in trace.ops
+            if not _is_bookkeeping(o)
+        ]
         backward = tuple(o for o in ops if o.phase.startswith("backward"))
         saved = tuple(self.tensor(t) for t in trace.saved)
         boundary: tuple[Tensor, ...] = (self.tensor(trace.boundary),) if trace.boundary else ()
@@ -200,7 +212,7 @@ class _Evaluate:
     def tensor(self, spec: TensorSpec) -> Tensor:
         return Tensor(spec.shape_at(self.batch, self.seq), spec.dtype, spec.group)
 
-    def op(self, spec: OpSpec, *, loss: bool) -> Op:
+    def op(self, spec: OpSpec, *, loss: bool, wrapped: bool) -> Op:
         inputs = tuple(self.tensor(t) for t in spec.inputs)
         outputs = tuple(self.tensor(t) for t in spec.outputs)
         found = "collective" if spec.collective else family(spec.op)
@@ -220,7 +232,45 @@ class _Evaluate:
             collective=spec.collective,
             axis=spec.axis,
             family=found,
+            wrapped=wrapped,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Distributed:
+    """What of a layer is a distributed tensor in a tensor-parallel class.
+
+    Attributes:
+        modules: FQNs (below the layer) of modules whose parameters are.
+        shapes: local shapes of those parameters, by which optimizer operators are known.
+    """
+
+    modules: frozenset[str]
+    shapes: frozenset[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, spec: LayerSpec, shapes: Sequence[Sequence[int]], *, sp: bool) -> _Distributed:
+        sharded = [
+            (p.name, tuple(local))
+            for p, local in zip(spec.parameters, shapes, strict=True)
+            if sp or tuple(local) != p.shape
+        ]
+        return cls(
+            modules=frozenset(name.rpartition(".")[0] for name, _ in sharded),
+            shapes=frozenset(shape for _, shape in sharded),
+        )
+
+    def wraps(self, op: OpSpec) -> bool:
+        if op.collective or not self.modules or not op.inputs:
+            return False
+        if op.phase == "optimizer":
+            return op.inputs[0].dims in self.shapes
+        return op.module in self.modules
+
+
+def _is_bookkeeping(spec: OpSpec) -> bool:
+    """True for what exists in a trace on fake tensors only: profiler scopes, detaching saved tensors."""
+    return spec.op.startswith("profiler::") or (spec.op == "aten::detach" and spec.phase != "forward")
 
 
 def split_stages(workload: Workload, layers: dict[str, LayerWork], stages: int) -> tuple[Names, ...]:

@@ -109,7 +109,7 @@ def test_shapes_follow_microbatch_and_sequence() -> None:
 def test_missing_class_names_what_was_traced_and_why() -> None:
     work = msgspec.structs.replace(workload(), tp_refusal="layers.0.up has no plan")
     with pytest.raises(
-        WorkloadError, match="tp=8 was not traced for this model: layers.0.up has no plan"
+        WorkloadError, match=r"tp=8 was not traced for this model: layers\.0\.up has no plan"
     ) as e:
         plan_of("tp=8", work)
     assert e.value.hint == "traced classes: tp=1, tp=2, tp=4, tp=2 sp=1"
