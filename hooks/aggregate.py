@@ -12,29 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmprof.hooks.attribute import INPUT, Attribution, Call, Range, attributes
+from llmprof.hooks.attribute import Attribution, Call, attributes
 from llmprof.hooks.events import COLLECTIVE, COPY, DeviceEvent
-from llmprof.hooks.groups import Groups, Message
+from llmprof.hooks.groups import Groups, Message, match_transfers
 from llmprof.hooks.intervals import COMMUNICATION, COMPUTE, Interval, partition
 from llmprof.hooks.intervals import COPY as COPY_PRIORITY
 from llmprof.hooks.intervals import INPUT as INPUT_PRIORITY
+from llmprof.hooks.timeline import Step, Timeline
 from llmprof.schema.operators import Tensor, bytes_moved, family, flops, format_shapes
 from llmprof.schema.profile import PHASES, CollectiveRow, OperatorRow, PhaseRow, SpanRow
-
-MAX_SPANS = 20_000
-"""Spans kept of the representative step; the longest ones win."""
-
-
-class Step(NamedTuple):
-    """One step of the window on the profiler's clock."""
-
-    number: int
-    start_us: float
-    end_us: float
-
-    @property
-    def duration_us(self) -> float:
-        return self.end_us - self.start_us
 
 
 class Statistics(NamedTuple):
@@ -276,6 +262,18 @@ class Aggregator:
         root = np.array([call.owner.module == "" for call in self._operators])
         return float(exclusive[attributed].sum()) / total, float(exclusive[root].sum()) / total
 
+    def _spans(self, operator_row: Sequence[int], collective_row: Sequence[int]) -> tuple[SpanRow, ...]:
+        timeline = Timeline(self._rank, self._found.threads, self._steps)
+        for call, row in zip(self._operators, operator_row, strict=True):
+            timeline.add_call(call, row)
+        for call, row, transfer in zip(self._collectives, collective_row, self._transfers, strict=True):
+            timeline.add_call(call, row)
+            if transfer is not None:
+                timeline.add_transfer(transfer, row)
+        for found in self._found.inputs:
+            timeline.add_input(found)
+        return timeline.spans()
+
     def _host_us_per_operator(self, free_us: npt.NDArray[np.float64]) -> tuple[float, ...]:
         counts = np.zeros(len(self._steps))
         for call in self._operators:
@@ -283,66 +281,6 @@ class Aggregator:
             if step >= 0:
                 counts[step] += 1
         return tuple(float(free / count) for free, count in zip(free_us, counts, strict=True) if count)
-
-    def _spans(self, operator_row: Sequence[int], collective_row: Sequence[int]) -> tuple[SpanRow, ...]:
-        """The timeline of the step of median duration."""
-        ordered = sorted(range(len(self._steps)), key=lambda i: self._steps[i].duration_us)
-        chosen = ordered[len(ordered) // 2]
-        begin = self._steps[chosen].start_us
-        spans = []
-        for call, row in zip(self._operators, operator_row, strict=True):
-            if row >= 0 and self._step_of(call.start_us) == chosen:
-                spans += self._spans_of(call, row, begin)
-        for index, row in enumerate(collective_row):
-            if row >= 0 and self._step_of(self._collectives[index].start_us) == chosen:
-                spans += self._collective_spans(index, row, begin)
-        for found in self._found.inputs:
-            if self._step_of(found.start_us) == chosen:
-                spans.append(self._span("main", INPUT, INPUT, (found.start_us - begin, found.end_us - begin)))
-        longest = sorted(spans, key=lambda span: -span.duration_us)[:MAX_SPANS]
-        return tuple(sorted(longest, key=lambda span: (span.stream, span.start_us)))
-
-    def _spans_of(self, call: Call, row: int, begin: float) -> list[SpanRow]:
-        table = "collectives" if call.kind else "operators"
-        thread = self._found.threads.get(call.thread, "main")
-        host = (call.start_us - begin, call.end_us - begin)
-        spans = [self._span(thread, call.op, call.phase, host, table=table, row=row)]
-        for event in call.device:
-            times = (event.start_us - begin, event.start_us + event.duration_us - begin)
-            stream = f"stream {event.stream}"
-            spans.append(self._span(stream, event.name, call.phase, times, table=table, row=row))
-        return spans
-
-    def _collective_spans(self, index: int, row: int, begin: float) -> list[SpanRow]:
-        spans = self._spans_of(self._collectives[index], row, begin)
-        transfer = self._transfers[index]
-        if transfer is not None:
-            times = (transfer.start_us - begin, transfer.end_us - begin)
-            spans.append(
-                self._span("gloo", transfer.name, "communication", times, table="collectives", row=row)
-            )
-        return spans
-
-    def _span(
-        self,
-        stream: str,
-        name: str,
-        phase: str,
-        times: tuple[float, float],
-        *,
-        table: str = "",
-        row: int = -1,
-    ) -> SpanRow:
-        return SpanRow(
-            rank=self._rank,
-            stream=stream,
-            name=name,
-            phase=phase,
-            start_us=times[0],
-            duration_us=times[1] - times[0],
-            table=table,
-            row=row,
-        )
 
 
 def _priority(event: DeviceEvent) -> int:
@@ -372,31 +310,3 @@ def _shapes(inputs: tuple[Tensor, ...]) -> str:
 
 def _sized(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in inputs if tensor.shape)
-
-
-def match_transfers(collectives: Sequence[Call], transfers: Sequence[Range]) -> list[Range | None]:
-    """Pairs each collective with what the backend's thread did for it: the first later one of equal elements.
-
-    gloo runs a reduce-scatter as an all-reduce, so kinds need not agree; every rank issues in the same order.
-    """
-    pending = sorted(transfers, key=lambda transfer: transfer.start_us)
-    matched: list[Range | None] = []
-    for call in collectives:
-        sizes = {_num_elements(tensor.shape) for tensor in call.inputs}
-        sizes.add(sum(_num_elements(tensor.shape) for tensor in call.inputs))
-        found = next(
-            (
-                t
-                for t in pending
-                if t.start_us >= call.start_us and sum(_num_elements(i.shape) for i in t.inputs) in sizes
-            ),
-            None,
-        )
-        if found is not None:
-            pending.remove(found)
-        matched.append(found)
-    return matched
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape)) if shape else 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from llmprof.hooks.events import COMPOSITE, GLOO_PREFIX, NODE, OPERATOR, DeviceEvent, Event, Scalar
+from llmprof.hooks.events import COMPOSITE, GLOO_PREFIX, NODE, OPERATOR, SCOPE, DeviceEvent, Event, Scalar
 from llmprof.hooks.modules import ModuleNames
 from llmprof.hooks.phases import is_weight_gradient
 from llmprof.schema.operators import Tensor, collective_kind, family
@@ -40,6 +40,8 @@ class _Context(NamedTuple):
     owner: Owner
     phase: str = "forward"
     node: str = ""
+    higher_order: bool = False
+    compiled: bool = False
     fsdp: bool = False
 
 
@@ -93,6 +95,7 @@ class Attribution:
         backward, optimizer: intervals of the backward nodes and the optimizer steps.
         wrapper_us: host cost of each operator on tensor subclasses (DTensor), beyond the local operators.
         threads: name of each thread that runs model code.
+        compiled_regions: how often a compiled region ran; there are no modules inside.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -103,6 +106,7 @@ class Attribution:
     optimizer: list[Range] = field(default_factory=list)
     wrapper_us: list[float] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
+    compiled_regions: int = 0
 
 
 def attribute(
@@ -150,12 +154,12 @@ class _Walker:
         if event.kind == OPERATOR:
             self._operator(event, context)
             return
-        if event.kind == COMPOSITE:
-            self._note_creator(event, context)
-        elif event.kind == NODE:
+        if event.kind == NODE:
             context = self._node(event, context)
-        else:
+        elif event.kind == SCOPE:
             context = self._scope(event, context)
+        if event.kind != NODE:  # a custom autograd function is a scope
+            self._note_creator(event, context)
         before = len(self._found.calls)
         for child in event.children:
             self._visit(child, context)
@@ -215,7 +219,9 @@ class _Walker:
             creator = self._creators.get((event.forward_thread or event.thread, event.sequence))
             owner = creator or Owner("", attributed=False)
             self._last_node[event.thread] = owner
-        return context._replace(owner=owner, phase="backward", node=event.name)
+        return context._replace(
+            owner=owner, phase="backward", node=event.name, higher_order=_builds_graph(event.children)
+        )
 
     def _scope(self, event: Event, context: _Context) -> _Context:
         name = event.name
@@ -234,16 +240,25 @@ class _Walker:
             return context._replace(owner=Owner(INPUT), phase="input")
         elif name.startswith("FSDP::"):
             return self._fsdp_scope(name, context)
+        elif name.startswith("torch.distributed.ddp.reducer"):  # after the last bucket, outside every node
+            return context._replace(owner=context.owner._replace(outside=False), phase="backward_weight")
         elif name.startswith("Torch-Compiled Region"):
-            below = self._modules.has_children(context.owner.module) or context.owner.outside
-            owner = context.owner._replace(attributed=False) if below else context.owner
-            return context._replace(owner=owner)
+            self._found.compiled_regions += 1
+            below = self._modules.has_children(context.owner.module)
+            owner = context.owner._replace(attributed=not below, outside=False)
+            return context._replace(compiled=True, owner=owner)
         return context
 
     def _module_scope(self, name: str, context: _Context) -> _Context:
         module, known = self._labels[int(name[len(MODULE_SCOPE) :])]
+        inside = not context.owner.outside and not context.node
+        if not known and inside:
+            if context.compiled:  # the graph module that a compiler made
+                return context
+            module = f"{context.owner.module}.{module}".lstrip(".")
         phase = "recompute" if context.node or context.phase == "recompute" else context.phase
-        return context._replace(owner=Owner(module, outside=not known), phase=phase, node="")
+        owner = Owner(module, outside=not known and not inside)
+        return context._replace(owner=owner, phase=phase, node="", compiled=False)
 
     def _fsdp_scope(self, name: str, context: _Context) -> _Context:
         match = _FSDP_MODULE.match(name)
@@ -263,8 +278,22 @@ class _Walker:
 def _phase(event: Event, context: _Context) -> str:
     if context.phase != "backward":
         return context.phase
-    # An operator that builds a graph inside the backward pass is a checkpointed one running again.
-    return "recompute" if event.sequence >= 0 else "backward_input"
+    # An operator that builds a graph inside a backward pass that builds none is a checkpointed one running again.
+    return "recompute" if event.sequence >= 0 and not context.higher_order else "backward_input"
+
+
+def _builds_graph(events: Iterable[Event]) -> bool:
+    """True when every operator below a node, modules aside, takes part in a new graph (create_graph=True)."""
+    operators = list(_own_operators(events))
+    return bool(operators) and all(operator.sequence >= 0 for operator in operators)
+
+
+def _own_operators(events: Iterable[Event]) -> Iterator[Event]:
+    for event in events:
+        if event.kind == OPERATOR:
+            yield event
+        elif event.kind != NODE and not event.name.startswith(MODULE_SCOPE):
+            yield from _own_operators(event.children)
 
 
 def _range(event: Event) -> Range:

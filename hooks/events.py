@@ -20,7 +20,16 @@ GLOO_PREFIX = "gloo:"
 """Names of the ranges that gloo opens on its own threads."""
 
 _NODE_PREFIX = "autograd::engine::evaluate_function: "
-_NOT_OPERATORS = ("autograd::", "torch::", "profiler::", "prim::", "##", "FSDP::", "PP:")
+_NOT_OPERATORS = (
+    "autograd::",
+    "torch::",
+    "torch.distributed.",
+    "profiler::",
+    "prim::",
+    "##",
+    "FSDP::",
+    "PP:",
+)
 _MAX_SEQUENCE = 1 << 62
 
 
@@ -46,7 +55,7 @@ class Event:
         thread: the profiler's number of the thread.
         inputs, scalars: tensor inputs in order, and the plain values among the inputs.
         wrapper: an input is a tensor subclass without storage (DTensor): the real work is below.
-        transposed: the first matrix among the inputs is a transposed view.
+        transposed: the first matrix among the inputs is a transposed view; None when strides do not tell.
         sequence: autograd's number of the node that the operator creates or the node has; -1 for none.
         forward_thread: for a node, the thread that created it; 0 when not known.
         metadata: what the backend told about a collective.
@@ -62,7 +71,7 @@ class Event:
     inputs: tuple[Tensor, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     wrapper: bool = False
-    transposed: bool = False
+    transposed: bool | None = None
     sequence: int = -1
     forward_thread: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -144,6 +153,8 @@ class _TreeReader:
         details = _NO_INPUTS
         if kind == OPERATOR or name.startswith(GLOO_PREFIX):
             details = _inputs(fields.inputs)
+            if node.overload_name == "out":  # the last tensor is the result, not an input
+                details = details._replace(inputs=details.inputs[:-1])
         composite = kind == OPERATOR and (details.wrapper or self._look_through(name, node.overload_name))
         device = self._device.pop(node.correlation_id, [])
         children: tuple[Event, ...] = ()
@@ -151,7 +162,8 @@ class _TreeReader:
             children = tuple(c for child in node.children if (c := self.read(child)) is not None)
         elif self._device:
             device = [*device, *self._claimed(node.children)]
-        sequence = fields.sequence_number
+        # The inner event of a node repeats its number without creating anything.
+        sequence = -1 if fields.scope.name == "BACKWARD_FUNCTION" else fields.sequence_number
         return Event(
             name=name,
             kind=COMPOSITE if composite else kind,
@@ -197,7 +209,7 @@ class _Inputs(NamedTuple):
     inputs: tuple[Tensor, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     wrapper: bool = False
-    transposed: bool = False
+    transposed: bool | None = None
 
 
 _NO_INPUTS = _Inputs()
@@ -212,8 +224,8 @@ def _inputs(recorded: Sequence[Any]) -> _Inputs:
         if hasattr(value, "sizes"):
             tensors.append(_tensor(value))
             wrapper = wrapper or _without_storage(value)
-            if transposed is None and len(value.sizes) == 2:
-                transposed = value.strides[0] == 1 and value.strides[1] != 1
+            if transposed is None and len(value.sizes) == 2 and value.strides[0] != value.strides[1]:
+                transposed = value.strides[0] == 1
         elif isinstance(value, list | tuple):
             if value and hasattr(value[0], "sizes"):
                 groups += 1
@@ -221,7 +233,7 @@ def _inputs(recorded: Sequence[Any]) -> _Inputs:
                 wrapper = wrapper or any(map(_without_storage, value))
         elif isinstance(value, int | float | str):
             scalars.append(value)
-    return _Inputs(tuple(tensors), tuple(scalars), wrapper, bool(transposed))
+    return _Inputs(tuple(tensors), tuple(scalars), wrapper, transposed)
 
 
 def _without_storage(value: Any) -> bool:

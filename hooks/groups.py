@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -10,20 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from llmprof.hooks import private
-from llmprof.hooks.attribute import Call
-from llmprof.schema.operators import size_bytes, split_name
+from llmprof.hooks.attribute import Call, Range
+from llmprof.hooks.meshes import axes, axis_of_name
+from llmprof.schema.operators import Tensor, size_bytes, split_name
 
 _GATHERED = ("all_gather", "reduce_scatter")
 
-_AXES = {
-    "dp": ("dp", "data", "replicate", "shard", "fsdp", "ddp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp"),
-    "tp": ("tp", "tensor", "model", "mp"),
-    "sp": ("sp", "sequence"),
-    "cp": ("cp", "context"),
-    "pp": ("pp", "pipe", "pipeline", "stage"),
-    "ep": ("ep", "expert", "experts"),
-}  # fmt: skip
-_AXIS_OF_NAME = {name: axis for axis, names in _AXES.items() for name in names}
+_GROUP_SIZE, _GROUP_DESCRIPTION = "Group size", "Process Group Description"
+"""Names of what NCCL's metadata tells about a collective's group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ class Groups:
     def message(self, call: Call) -> Message:
         """Describes one collective call, from the backend's metadata where it gives any, else from shapes."""
         metadata = dict(call.metadata)
-        group_size = int(metadata.get("Group size", 0) or 0) or self._group_size_of_call(call)
+        group_size = int(metadata.get(_GROUP_SIZE, 0) or 0) or self._group_size_of_call(call)
         axis = self._axis(call, metadata, group_size)
         if not group_size:
             group_size = self.axes.get(axis, 0) or (self.sizes[0] if len(set(self.sizes)) == 1 else 0)
@@ -82,7 +76,7 @@ class Groups:
         return numbers[0] if call.op.startswith("_c10d_functional") and numbers else 0
 
     def _axis(self, call: Call, metadata: dict[str, str], group_size: int) -> str:
-        described = _AXIS_OF_NAME.get(metadata.get("Process Group Description", "").removeprefix("mesh_"))
+        described = axis_of_name(metadata.get(_GROUP_DESCRIPTION, "").removeprefix("mesh_"))
         if described:
             return described
         if call.kind in ("send", "recv"):
@@ -100,38 +94,30 @@ class Groups:
         """Reads the groups that exist now; no communication."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
-        axes: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         data_parallel = False
         for root in roots:
+            fully_sharded = any(map(private.is_fsdp2, root.modules()))
             for module in root.modules():
-                sharded = private.is_fsdp2(module)
-                group = getattr(module, "process_group", None)
                 if isinstance(module, nn.parallel.DistributedDataParallel) or private.is_fsdp1(module):
-                    axes["dp"] = dist.get_world_size(group)
-                data_parallel = data_parallel or sharded or "dp" in axes
+                    sizes["dp"] = dist.get_world_size(getattr(module, "process_group", None))
             for parameter in root.parameters():
-                _add_axes(axes, parameter, data_parallel=data_parallel)
+                _add_axes(sizes, parameter, fully_sharded=fully_sharded)
+            data_parallel = data_parallel or fully_sharded or "dp" in sizes
         return cls(
             backend=dist.get_backend(),
             world_size=dist.get_world_size(),
             sizes=tuple(size for size in private.group_sizes() if size > 1),
-            axes=axes,
+            axes=sizes,
             data_parallel=data_parallel,
         )
 
 
-def _add_axes(axes: dict[str, int], parameter: nn.Parameter, *, data_parallel: bool) -> None:
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return
-    names = mesh.mesh_dim_names or ()
-    if not names and mesh.ndim == 1:
-        names = ("dp" if data_parallel else "tp",)
-    found: dict[str, int] = {}
-    for dim, name in enumerate(names):
-        axis = _AXIS_OF_NAME.get(name, name)
-        found[axis] = found.get(axis, 1) * mesh.size(dim)
-    axes.update(found)
+def _add_axes(found: dict[str, int], parameter: nn.Parameter, *, fully_sharded: bool) -> None:
+    sizes: dict[str, int] = {}
+    for _, axis, ranks in axes(parameter, fully_sharded=fully_sharded):
+        sizes[axis] = sizes.get(axis, 1) * ranks  # dp_replicate x dp_shard
+    found.update(sizes)
 
 
 def _message_bytes(call: Call, group_size: int) -> int:
@@ -144,3 +130,47 @@ def _message_bytes(call: Call, group_size: int) -> int:
     largest = max(sizes)
     gathers_from_part = call.op.startswith("_c10d_functional::all_gather") or len(sizes) == 1
     return largest * max(1, group_size) if call.kind == "all_gather" and gathers_from_part else largest
+
+
+def match_transfers(collectives: Sequence[Call], transfers: Sequence[Range]) -> list[Range | None]:
+    """Pairs each collective with what the backend's own thread did for it, from issue (or its turn) to completion.
+
+    The pair of a call is the first later transfer of equally many elements: every rank issues in the same
+    order, and kinds need not agree, as gloo runs a reduce-scatter as an all-reduce. The interval begins when
+    the call was issued, or when the thread had finished its previous transfer.
+
+    Args:
+        collectives: calls in order of start.
+        transfers: ranges of the backend's threads.
+    """
+    pending = sorted(transfers, key=lambda transfer: transfer.start_us)
+    free_us: dict[int, float] = {}
+    previous_end_us = []
+    for transfer in pending:
+        previous_end_us.append(free_us.get(transfer.thread, 0.0))
+        free_us[transfer.thread] = transfer.end_us
+    used = [False] * len(pending)
+    first, matched = 0, list[Range | None]()
+    for call in collectives:
+        while first < len(pending) and (used[first] or pending[first].start_us < call.start_us):
+            first += 1
+        sizes = _element_counts(call.inputs)
+        fits = (
+            i for i in range(first, len(pending)) if not used[i] and _elements(pending[i].inputs) in sizes
+        )
+        found = next(fits, None)
+        if found is None:
+            matched.append(None)
+            continue
+        used[found] = True
+        begin_us = max(call.start_us, previous_end_us[found])
+        matched.append(pending[found]._replace(start_us=begin_us))
+    return matched
+
+
+def _element_counts(tensors: Sequence[Tensor]) -> set[int]:
+    return {_elements(tensors), *(prod(tensor.shape) for tensor in tensors)}
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in tensors)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from llmprof.hooks.meshes import local_part
 from llmprof.schema.profile import MemoryRow
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def static_memory(
@@ -60,7 +64,7 @@ class SavedActivations:
         self.peak_bytes = 0
         self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
-    def __enter__(self) -> SavedActivations:
+    def __enter__(self) -> Self:
         self._hooks.__enter__()
         return self
 
@@ -129,16 +133,6 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     except (NotImplementedError, RuntimeError):  # a subclass without storage of its own
         return None
     return storage if storage.nbytes() else None
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, any other tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    with torch.no_grad():
-        local: torch.Tensor = to_local()
-    return local
 
 
 def _gradient_bytes(parameter: nn.Parameter, seen: _Storages) -> int:

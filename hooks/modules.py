@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from llmprof.hooks import private
-from llmprof.hooks.memory import local_part
+from llmprof.hooks.meshes import computed_shape
 
 _WRAPPERS = (
     "module",
@@ -48,8 +47,9 @@ class ModuleNames:
         inner = next((self._names[m] for m in root.modules() if m in self._names), None)
         prefix = "" if inner is not None or not self._roots else self._free_name(type(root).__name__)
         self._roots.append(weakref.ref(root))
+        fully_sharded = any(map(private.is_fsdp2, root.modules()))
         for path, module in root.named_modules():
-            self._register(module, _join(prefix, _stripped(root, path)))
+            self._register(module, _join(prefix, _stripped(root, path)), fully_sharded=fully_sharded)
         return prefix
 
     def _free_name(self, name: str) -> str:
@@ -61,14 +61,14 @@ class ModuleNames:
             candidate = f"{name}_{number}"
         return candidate
 
-    def _register(self, module: nn.Module, name: str) -> None:
+    def _register(self, module: nn.Module, name: str, *, fully_sharded: bool) -> None:
         self._names.setdefault(module, name)
         parts = name.split(".")
         if name:
             self._parents.update([""] + [".".join(parts[:end]) for end in range(1, len(parts))])
         shapes = self._shapes.setdefault(name, set())
         for parameter in module.parameters(recurse=False):
-            shapes.update(_shapes(parameter))
+            shapes.add(computed_shape(parameter, fully_sharded=fully_sharded))
             for child, shape in private.flat_parameter_shapes(parameter):
                 self._shapes.setdefault(_join(name, strip_wrappers(child)), set()).add(shape)
 
@@ -90,7 +90,7 @@ class ModuleNames:
         return name in self._shapes
 
     def parameter_shapes(self, name: str | None = None) -> frozenset[Shape]:
-        """Global and local shapes of the parameters that a module owns directly; of all modules for None."""
+        """Shapes, as operators see them, of the parameters a module owns directly; of all modules for None."""
         if name is not None:
             return frozenset(self._shapes.get(name, ()))
         return frozenset(shape for shapes in self._shapes.values() for shape in shapes)
@@ -117,10 +117,6 @@ def _stripped(root: nn.Module, path: str) -> str:
 
 def _wraps(module: nn.Module, part: str) -> bool:
     return part != "module" or isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-
-
-def _shapes(parameter: torch.Tensor) -> set[Shape]:
-    return {tuple(parameter.shape), tuple(local_part(parameter).shape)}
 
 
 def _join(prefix: str, name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import CodeType
 from typing import Any, Protocol, cast
 
 import torch
@@ -74,6 +76,17 @@ def profiler_active() -> bool:
     if enabled is None:
         enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
     return bool(enabled()) if enabled is not None else False
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Tells torch.compile, where it is in use, to run a function as it is when it meets it as a frame of its own.
+
+    Unlike `torch.compiler.disable` this breaks no graph that calls the function.
+    """
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    skip_code: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
+    if skip_code is not None:
+        skip_code(function.__code__)
 
 
 @cache

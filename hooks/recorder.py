@@ -14,10 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity
 
 from llmprof.hooks import events, private
-from llmprof.hooks.aggregate import Aggregator, Statistics, Step, Tables
+from llmprof.hooks.aggregate import Aggregator, Statistics, Tables
 from llmprof.hooks.attribute import MODULE_SCOPE, STEP_SCOPE, Attribution, attribute
 from llmprof.hooks.groups import Groups
 from llmprof.hooks.modules import ModuleNames
+from llmprof.hooks.timeline import Step
 from llmprof.schema.profile import CollectiveRow, HostRow, OperatorRow, PhaseRow, SpanRow
 
 _MAX_HOOK_ERRORS = 3
@@ -128,6 +129,10 @@ class Recorder:
             return Recording(warnings=tuple(self._warnings))
         recorded = events.read(results, look_through=self._look_through, device=self._device)
         found = attribute(recorded.roots, self._names, self._scopes.labels)
+        if found.compiled_regions:
+            self._warnings.append(
+                "compiled regions are opaque: their operators belong to the compiled module"
+            )
         steps = steps_of(found)
         if not steps:
             self._warnings.append("no operators recorded: the window holds no complete step")
@@ -191,6 +196,8 @@ class _ModuleScopes:
         self._errors: list[str] = []
 
     def install(self) -> None:
+        private.never_compile(_ModuleScopes._enter)
+        private.never_compile(_ModuleScopes._leave)
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
