@@ -223,18 +223,25 @@ def test_specification_alone_says_so_and_widens() -> None:
 
 
 def test_measured_rows_price_their_own_device() -> None:
-    source = measured_everything()
+    # steps of a second contradict the rows and are left aside
+    source = measured_everything(step_us=1e6)
     found = forecast("mb=2", cpu_cluster(), source)
     assert found["measured_fraction"] > 0.9 and found["assumed_fraction"] < 0.1
     assert not found["assumptions"][0].startswith("spec-sheet")
     assert found["step_time_s"]["p90"] < 1.5 * found["step_time_s"]["p50"]
-    # 100 us for each of the operators that are not views, nothing else but the measured gaps of 2 us
+    # 100 us for each operator that is no view, and a gap of 2 us before each of them and of the views
     calls = sum(r.count for r in source.operators)
-    views = 5 + 4
-    assert found["step_time_s"]["p50"] == pytest.approx(calls * 1e-4 + (calls + views) * 2e-6, rel=0.02)
+    views = 4 * 2 + 1
+    assert found["step_time_s"]["p50"] == pytest.approx(calls * 1e-4 + (calls + views) * 2e-6)
 
 
-def measured_everything() -> Profile:
+def test_prices_agree_with_the_measured_steps() -> None:
+    found = forecast("mb=2", cpu_cluster(), measured_everything(step_us=6_000.0))
+    assert found["step_time_s"]["p50"] == pytest.approx(6e-3)
+    assert any("operator times scaled by 0.74" in line for line in found["assumptions"])
+
+
+def measured_everything(*, step_us: float) -> Profile:
     """A profile in which every operator of the one-rank layout took 100 us and every gap 2 us."""
     predicted = predict(profile(), Layout.parse("mb=2"), cpu_cluster())
     rows: list[OperatorRow] = []
@@ -242,7 +249,7 @@ def measured_everything() -> Profile:
         if row.family not in ("view", "allocation"):
             rows.append(msgspec.structs.replace(row, time_us=100.0, time_iqr_us=1.0, time_n=9))
     gap = HostRow(rank=0, name="dispatch_us_per_operator", value=2.0, iqr=0.1, n=3)
-    return msgspec.structs.replace(profile(), operators=tuple(rows), host=(gap,))
+    return msgspec.structs.replace(profile(step_us=step_us), operators=tuple(rows), host=(gap,))
 
 
 def test_request_that_cannot_be_answered() -> None:
