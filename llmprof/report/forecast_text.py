@@ -16,7 +16,7 @@ from llmprof.report.ranking import (
     rank_forecasts,
     seconds_per_sequence,
 )
-from llmprof.report.text import Bar, heading, plain_table
+from llmprof.report.text import Bar, bullet, heading, plain_table
 from llmprof.report.units import (
     UNKNOWN,
     bytes_text,
@@ -102,12 +102,15 @@ def assumptions_text(forecasts: Sequence[Forecast]) -> RenderableType:
     shared = [sentence for sentence, layouts in holders.items() if len(layouts) == len(forecasts)]
     parts: list[RenderableType] = [
         heading("What it rests on"),
-        *(_assumption(sentence) for sentence in shared),
+        *(bullet(" -", sentence, style="dim") for sentence in shared),
     ]
     for forecast in forecasts:
         own = [s for s, layouts in holders.items() if s not in shared and str(forecast["layout"]) in layouts]
         if own:
-            parts += [Text(f"  only {forecast['layout']}"), *(_assumption(sentence) for sentence in own)]
+            parts += [
+                Text(f"  only {forecast['layout']}"),
+                *(bullet(" -", sentence, style="dim") for sentence in own),
+            ]
     return Group(*parts)
 
 
@@ -227,12 +230,6 @@ def _price_kinds(forecast: Forecast) -> RenderableType:
     kinds = ("measured", "interpolated", "assumed")
     shares = ", ".join(f"{kind} {percent_text(forecast[f'{kind}_fraction'])}" for kind in kinds)
     return Text(f"  priced from: {shares}", style="dim")
-
-
-def _assumption(text: str) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
-    row.add_row(Text(" -", style="dim"), Text(text, style="dim"))
-    return row
 
 
 def _with_range(value: str, interval: str) -> Text:

@@ -196,9 +196,16 @@ def memory_table(memory_bytes: Mapping[str, int]) -> RenderableType:
 
 
 def warning_lines(warnings: Iterable[str]) -> RenderableType:
-    """One line for each warning, nothing when there are none."""
-    lines = [Text.assemble(("! ", "bold yellow"), (warning, "yellow")) for warning in warnings]
+    """One paragraph for each warning, nothing when there are none."""
+    lines = [bullet("!", warning, style="yellow") for warning in warnings]
     return Group(Text(), *lines) if lines else Group()
+
+
+def bullet(mark: str, text: str, *, style: str) -> RenderableType:
+    """A paragraph behind a mark, its further lines indented as far as the first."""
+    row = Table.grid(padding=(0, 1))
+    row.add_row(Text(mark, style=f"bold {style}"), Text(text, style=style))
+    return row
 
 
 def heading(title: str, note: str = "") -> RenderableType:
