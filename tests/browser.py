@@ -45,7 +45,7 @@ class Browser:
         requested: every address that the page asked for.
     """
 
-    def __init__(self, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+    def __init__(self, *, width: int = 1280, height: int = 800) -> None:
         executable = find_chromium()
         assert executable is not None, "no Chromium"
         self._profile = tempfile.mkdtemp(prefix="llmprof-browser-")
@@ -66,7 +66,7 @@ class Browser:
         self._session = ""
         self.problems: list[str] = []
         self.requested: list[str] = []
-        self._open_page(width, height, dark)
+        self._open_page(width, height)
 
     def close(self) -> None:
         """End the browser and remove its profile."""
@@ -76,7 +76,7 @@ class Browser:
         os.close(self._in)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def _open_page(self, width: int, height: int, dark: bool) -> None:
+    def _open_page(self, width: int, height: int) -> None:
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t["targetId"] for t in targets if t["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -89,10 +89,6 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        if dark:
-            self.call(
-                "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
-            )
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the DevTools protocol and return its result."""
@@ -101,7 +97,7 @@ class Browser:
         if self._session:
             request["sessionId"] = self._session
         os.write(self._out, json.dumps(request).encode() + b"\0")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             message = self._receive(deadline)
             if message.get("id") == self._last_id:
@@ -133,8 +129,13 @@ class Browser:
         elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
 
-    def open(self, url: str) -> None:
-        """Load a page."""
+    def open(self, url: str, *, dark: bool = False) -> None:
+        """Load a page afresh; what was noted about an earlier one is forgotten."""
+        self.call("Page.navigate", url="about:blank")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.problems.clear()
+        self.requested.clear()
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
@@ -143,7 +144,7 @@ class Browser:
         assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, *, timeout_s: float = 40.0) -> Any:
+    def wait_for(self, expression: str, *, timeout_s: float = 90.0) -> Any:
         """The value of an expression as soon as it is true.
 
         Raises:

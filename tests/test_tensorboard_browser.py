@@ -33,12 +33,15 @@ IN_FRAME = 'document.querySelector("iframe")?.contentDocument'
 INJECTION = "<img src=x onerror=window.hacked=1>"
 
 
-@contextlib.contextmanager
-def _page(url: str, *, dark: bool = False, ready: str = READY) -> Iterator[Browser]:
-    with contextlib.closing(Browser(dark=dark)) as browser:
-        browser.open(url)
-        browser.wait_for(ready)
-        yield browser
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with contextlib.closing(Browser()) as started:
+        yield started
+
+
+def _open(browser: Browser, url: str, *, dark: bool = False, ready: str = READY) -> None:
+    browser.open(url, dark=dark)
+    browser.wait_for(ready)
 
 
 @contextlib.contextmanager
@@ -112,9 +115,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options", [(), ("--load_fast=false", "--path_prefix=/some/where")], ids=["fast", "slow with prefix"]
 )
-def test_tab_inside_tensorboard(demo: Path, options: tuple[str, ...]) -> None:
+def test_tab_inside_tensorboard(browser: Browser, demo: Path, options: tuple[str, ...]) -> None:
     ready = f'{IN_FRAME}?.querySelector("main:not([aria-busy])")?.children.length > 0'
-    with _tensorboard(demo, *options) as address, _page(f"{address}#llmprof", ready=ready) as browser:
+    with _tensorboard(demo, *options) as address:
+        _open(browser, f"{address}#llmprof", ready=ready)
         assert (
             len(browser.wait_for(f'[...{IN_FRAME}.querySelectorAll("select option")].map(o => o.value)')) == 2
         )
@@ -128,8 +132,9 @@ def test_tab_inside_tensorboard(demo: Path, options: tuple[str, ...]) -> None:
         assert _foreign_requests(browser) == []
 
 
-def test_every_part_is_drawn_and_fits_the_screen(demo: Path, tmp_path: Path) -> None:
-    with _serve(demo) as url, _page(url) as browser:
+def test_every_part_is_drawn_and_fits_the_screen(browser: Browser, demo: Path, tmp_path: Path) -> None:
+    with _serve(demo) as url:
+        _open(browser, url)
         _select(browser, "demo")
         titles = browser.evaluate('[...document.querySelectorAll("h2")].map(h => h.textContent)')
         assert titles == [
@@ -154,9 +159,10 @@ def test_every_part_is_drawn_and_fits_the_screen(demo: Path, tmp_path: Path) -> 
         assert _foreign_requests(browser) == []
 
 
-def test_forecasts_can_be_sorted_and_opened(demo: Path) -> None:
+def test_forecasts_can_be_sorted_and_opened(browser: Browser, demo: Path) -> None:
     first = 'document.querySelector("tr.has-detail code").textContent'
-    with _serve(demo) as url, _page(url) as browser:
+    with _serve(demo) as url:
+        _open(browser, url)
         _select(browser, "demo")
         assert browser.evaluate(first) == "dp=1,tp=8,mb=2,accum=8"
         _click(browser, "th button", "Tokens/s")
@@ -174,18 +180,19 @@ def test_forecasts_can_be_sorted_and_opened(demo: Path) -> None:
         assert _our_problems(browser) == []
 
 
-def test_dark_mode_follows_the_preference(demo: Path) -> None:
+def test_dark_mode_follows_the_preference(browser: Browser, demo: Path) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     with _serve(demo) as url:
-        with _page(url) as browser:
-            light = browser.evaluate(background)
-        with _page(url, dark=True) as browser:
-            assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
-            assert browser.evaluate(background) != light
+        _open(browser, url)
+        light = browser.evaluate(background)
+        _open(browser, url, dark=True)
+        assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert browser.evaluate(background) != light
 
 
-def test_empty_log_directory_says_what_to_do(tmp_path: Path) -> None:
-    with _serve(tmp_path) as url, _page(url) as browser:
+def test_empty_log_directory_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
+    with _serve(tmp_path) as url:
+        _open(browser, url)
         text = browser.evaluate("document.body.innerText")
         assert "No run was found yet" in text
         assert "llmprof.profile" in text and str(tmp_path) in text
@@ -196,12 +203,11 @@ def test_empty_log_directory_says_what_to_do(tmp_path: Path) -> None:
         assert _our_problems(browser) == []
 
 
-def test_server_that_is_gone_is_said(demo: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        with _serve(demo) as url:
-            browser = stack.enter_context(_page(url))
-        _click(browser, ".bar .reload", "Reload")
-        browser.wait_for('document.body.innerText.includes("TensorBoard does not answer")')
+def test_server_that_is_gone_is_said(browser: Browser, demo: Path) -> None:
+    with _serve(demo) as url:
+        _open(browser, url)
+    _click(browser, ".bar .reload", "Reload")
+    browser.wait_for('document.body.innerText.includes("TensorBoard does not answer")')
 
 
 def _hostile_reports() -> dict[str, dict[str, Any]]:
@@ -242,11 +248,12 @@ def _map_strings(value: Any, to: str) -> Any:
     return to if isinstance(value, str) else value
 
 
-def test_hostile_reports_give_a_message_not_a_blank_page(tmp_path: Path) -> None:
+def test_hostile_reports_give_a_message_not_a_blank_page(browser: Browser, tmp_path: Path) -> None:
     reports = _hostile_reports()
     for name, report in reports.items():
         write_summary(tmp_path, run=name, report=report)
-    with _serve(tmp_path) as url, _page(url) as browser:
+    with _serve(tmp_path) as url:
+        _open(browser, url)
         for name in reports:
             _select(browser, name)
             text = browser.evaluate('document.querySelector("main").innerText.trim()')
@@ -261,10 +268,11 @@ def test_hostile_reports_give_a_message_not_a_blank_page(tmp_path: Path) -> None
             assert _our_problems(browser) == [], name
 
 
-def test_hostile_run_names_stay_text(tmp_path: Path) -> None:
+def test_hostile_run_names_stay_text(browser: Browser, tmp_path: Path) -> None:
     save_profile(measured_profile(ranks=1, name=INJECTION), tmp_path / INJECTION)
     save_profile(predicted_profile("dp=8,tp=8"), tmp_path / "quote\"'&lt;`")
-    with _serve(tmp_path) as url, _page(url) as browser:
+    with _serve(tmp_path) as url:
+        _open(browser, url)
         names = browser.evaluate('[...document.querySelectorAll("select option")].map(o => o.textContent)')
         assert sorted(names) == sorted([INJECTION, "quote\"'&lt;`"])
         for name in names:
@@ -274,11 +282,12 @@ def test_hostile_run_names_stay_text(tmp_path: Path) -> None:
         assert _our_problems(browser) == []
 
 
-def test_damaged_run_is_said_and_the_others_stay(tmp_path: Path) -> None:
+def test_damaged_run_is_said_and_the_others_stay(browser: Browser, tmp_path: Path) -> None:
     save_profile(measured_profile(ranks=1), tmp_path / "good")
     save_profile(measured_profile(ranks=1), tmp_path / "torn")
     (tmp_path / "torn" / "rank-00000" / "tables.npz").write_bytes(b"PK torn")
-    with _serve(tmp_path) as url, _page(url) as browser:
+    with _serve(tmp_path) as url:
+        _open(browser, url)
         _select(browser, "torn")
         assert "This run cannot be shown" in browser.evaluate("document.body.innerText")
         _select(browser, "good")
