@@ -58,11 +58,11 @@ def _layer_flops(spec: LayerSpec, trace: LayerTrace, batch: int, seq: int) -> fl
     weights = attention = 0
     for op in trace.ops:
         if op.phase == "forward" and not op.collective:
-            kind, amount = family(op.op), op.count * _op_flops(op, batch, seq)
+            kind = family(op.op)
             if kind in _WEIGHT_FAMILIES:
-                weights += amount
+                weights += op.count * _op_flops(op, batch, seq)
             elif kind in _ATTENTION_FAMILIES:
-                attention += amount
+                attention += op.count * _op_flops(op, batch, seq)
     return weights * _passes(spec, trace) + attention * _PASSES
 
 

@@ -126,14 +126,23 @@ class OperatorPrices:
                 return sum(r.value for r in rows) / len(rows), "measured"
         return (self._priors.cpu_gap_us if self.device.kind == "cpu" else self._priors.launch_us), "assumed"
 
+    def _launch_s(self, op: str) -> float:
+        """Host time of one call: on a CPU the gap before it and a view's own time, on a GPU the launch."""
+        if self.device.kind == "cpu":
+            own_s = self._measured.free_time_s(op) if is_free(op) else 0.0
+            return self._host_us * 1e-6 + own_s
+        measured_s = self._measured.launch_s(op)
+        if measured_s is not None:
+            return measured_s
+        return (min(self._priors.view_us, self._host_us) if is_free(op) else self._host_us) * 1e-6
+
     def _price(
         self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: frozenset[str]
     ) -> OpPrice:
         kind = family(op)
-        gap_s = self._host_us * 1e-6
+        gap_s = self._launch_s(op)
         if is_free(op):
-            own_s = self._measured.free_time_s(op) if self.device.kind == "cpu" else 0.0
-            return OpPrice(0.0, 0.0, self._host_kind, kind, (), gap_s + own_s)
+            return OpPrice(0.0, 0.0, self._host_kind, kind, (), gap_s)
         dtype = inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
         shapes = format_shapes(inputs)
         exact = self._measured.exact(op, shapes, dtype, attributes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from math import exp, log
+from math import exp, log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,10 @@ from llmprof.schema.profile import OperatorRow, Profile
 
 NORMAL_IQR = 1.349
 """Interquartile range of a normal distribution in standard deviations."""
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median of n normal values, in standard deviations over the square root of n."""
 MIN_SPREAD = 0.02
+MAX_DRIFT = 0.3
 LONE_SPREAD = 0.4
 """Spread of a curve with too few rows for residuals: assumed."""
 SPREAD_PER_OCTAVE = 0.08
@@ -59,9 +62,11 @@ class MeasuredOperators:
     def __init__(self, profile: Profile | None) -> None:
         rows = profile.operators if profile else ()
         timed = [r for r in rows if r.time_us > 0]
-        self._exact = _merge(timed, strict=True)
-        self._loose = _merge(timed, strict=False)
+        drift = step_drift(profile) if profile else MIN_SPREAD
+        self._exact = _merge(timed, drift, strict=True)
+        self._loose = _merge(timed, drift, strict=False)
         self._free = _free_times(timed)
+        self._launch = _launch_times(timed)
         self._floor_s = min((r.time_us * 1e-6 for r in timed if _costs(r)), default=0.0)
         self._curves = _curves(timed)
 
@@ -73,6 +78,10 @@ class MeasuredOperators:
     def free_time_s(self, op: str) -> float:
         """Own host time of a view or allocation: its mean, else the mean of all of them, else 0."""
         return self._free.get(_bare(op), self._free.get("", 0.0))
+
+    def launch_s(self, op: str) -> float | None:
+        """Measured host time to launch this operator, else the mean over all, else None."""
+        return self._launch.get(_bare(op), self._launch.get(""))
 
     def interpolate(self, op: str, family: str, dtype: str, work: Work) -> Estimate | None:
         """Time from neighbours of the same operator, else of the same family; None when there are none.
@@ -107,22 +116,41 @@ def _weighted(
     return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
 
 
-def _merge(rows: Iterable[OperatorRow], *, strict: bool) -> dict[tuple[str, str, str, str], Estimate]:
+def step_drift(profile: Profile) -> float:
+    """Standard deviation of the logarithm of step times: how far a whole run may be off, between 2 % and 30 %."""
+    times = [
+        r.duration_us for r in profile.steps if r.kind == "train" and not r.instrumented and r.duration_us > 0
+    ]
+    if len(times) < 4:
+        return MIN_SPREAD
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    return float(np.clip((high - low) / NORMAL_IQR / middle, MIN_SPREAD, MAX_DRIFT))
+
+
+def _merge(
+    rows: Iterable[OperatorRow], drift: float, *, strict: bool
+) -> dict[tuple[str, str, str, str], Estimate]:
     groups: dict[tuple[str, str, str, str], list[OperatorRow]] = defaultdict(list)
     for row in rows:
         name = row.op if strict else _bare(row.op)
         groups[name, row.shapes, row.dtype, row.attributes].append(row)
-    return {key: _mean(group) for key, group in groups.items()}
+    return {key: Estimate(_mean_s(group), _spread(group, drift)) for key, group in groups.items()}
 
 
-def _mean(rows: list[OperatorRow]) -> Estimate:
-    """Count-weighted mean of the medians; the spread has the rows' own IQR and their disagreement."""
-    weight = np.array([max(r.count, 1e-9) for r in rows])
-    time = np.array([r.time_us * 1e-6 for r in rows])
-    own = np.array([r.time_iqr_us / NORMAL_IQR / r.time_us for r in rows])
-    mean = float((weight * time).sum() / weight.sum())
-    variance = float((weight * (own**2 + np.log(time / mean) ** 2)).sum() / weight.sum())
-    return Estimate(mean, min(MAX_SPREAD, max(MIN_SPREAD, variance**0.5)))
+def _mean_s(rows: list[OperatorRow]) -> float:
+    """Count-weighted mean of the rows' medians (seconds)."""
+    weights: list[float] = [max(r.count, 1e-9) for r in rows]
+    total = sum(w * r.time_us for w, r in zip(weights, rows, strict=True))
+    return total / sum(weights) * 1e-6
+
+
+def _spread(rows: list[OperatorRow], drift: float) -> float:
+    """Spread of a mean of medians: their standard error, their disagreement, and the drift that all share."""
+    center = _mean_s(rows) * 1e6
+    errors = [MEDIAN_ERROR * r.time_iqr_us / NORMAL_IQR / r.time_us / sqrt(max(r.time_n, 1)) for r in rows]
+    apart = [log(r.time_us / center) for r in rows]
+    variance = sum(e**2 + a**2 for e, a in zip(errors, apart, strict=True)) / len(rows) ** 2
+    return min(MAX_SPREAD, sqrt(variance + drift**2))
 
 
 def _free_times(rows: Iterable[OperatorRow]) -> dict[str, float]:
@@ -132,7 +160,18 @@ def _free_times(rows: Iterable[OperatorRow]) -> dict[str, float]:
         if not _costs(row):
             groups[_bare(row.op)].append(row)
             groups[""].append(row)
-    return {name: _mean(group).time_s for name, group in groups.items()}
+    return {name: _mean_s(group) for name, group in groups.items()}
+
+
+def _launch_times(rows: Iterable[OperatorRow]) -> dict[str, float]:
+    """Count-weighted mean host time by bare name, and of all operators under "" (seconds)."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows:
+        if row.host_us is not None and row.count > 0:
+            for name in (_bare(row.op), ""):
+                totals[name][0] += row.count * row.host_us * 1e-6
+                totals[name][1] += row.count
+    return {name: seconds / count for name, (seconds, count) in totals.items()}
 
 
 def _curves(rows: Iterable[OperatorRow]) -> dict[tuple[str, str], _Curve]:
@@ -148,7 +187,7 @@ def _curve(groups: list[list[OperatorRow]]) -> _Curve:
     by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in groups)
     points, rates, names = [], [], []
     for group in groups:
-        row, time_s = group[0], _mean(group).time_s
+        row, time_s = group[0], _mean_s(group)
         work = row.flops if by_flops else row.bytes
         if work > 0:
             points.append((log(max(row.flops, 1)), log(max(row.bytes, 1))))

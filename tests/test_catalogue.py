@@ -188,7 +188,9 @@ def test_local_is_built_from_the_best_measured_rates() -> None:
         row("aten::mm", "matmul", time_us=1000, flops=30_000_000),
         row("aten::mm", "matmul", time_us=1000, flops=50_000_000),
         row("aten::add", "elementwise", time_us=1000, bytes=8_000_000),
-        row("aten::add", "elementwise", time_us=1, bytes=1_000_000),
+        row("aten::add", "elementwise", time_us=1, bytes=3_000_000),
+        row("aten::add", "elementwise", time_us=2000, bytes=8_000_000),
+        row("aten::add", "elementwise", time_us=1, bytes=3_900_000),
     )
     cluster = load_cluster(
         "local", profile=Profile(manifest=Manifest(), operators=operators, sources=(source(),))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device, peak_flops
-from llmprof.extrapolate.measured import LONE_SPREAD
+from llmprof.extrapolate.measured import LONE_SPREAD, step_drift
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import Tensor, bytes_moved, family, flops, format_shapes
 from llmprof.schema.priors import load_priors
-from llmprof.schema.profile import HostRow, Manifest, OperatorRow, Profile, SourceRow
+from llmprof.schema.profile import HostRow, Manifest, OperatorRow, Profile, SourceRow, StepRow
 
 F32 = "float32"
 CPU = Device(
@@ -74,8 +74,8 @@ def test_a_measured_shape_is_its_row() -> None:
     assert found.time_s == pytest.approx(120e-6)
     assert found.kind == "measured"
     assert found.family == "matmul"
-    # an IQR of 13.49 us is a standard deviation of 10 us
-    assert found.spread == pytest.approx(10 / 120)
+    # an IQR of 13.49 us is a standard deviation of 10 us; the median of 5 calls, and 2 % of drift
+    assert found.spread == pytest.approx(((1.2533 * 10 / 120) ** 2 / 5 + 0.02**2) ** 0.5)
     assert found.neighbours == ("aten::mm 64x32,32x16 float32",)
 
 
@@ -86,7 +86,20 @@ def test_rows_of_other_modules_are_averaged_by_count() -> None:
         row("aten::mm", inputs, 200.0, count=1, module="b"),
     ).price("aten::mm", inputs)
     assert found.time_s == pytest.approx((3 * 100 + 200) / 4 * 1e-6)
-    assert found.spread > 0.2, "the rows disagree"
+    # they disagree by ln(100/125) and ln(200/125); the mean of two is known half as badly
+    apart = (log(100 / 125) ** 2 + log(200 / 125) ** 2) / 4
+    assert found.spread == pytest.approx((apart + 0.02**2) ** 0.5)
+
+
+def test_drift_of_the_steps_is_shared_by_every_measured_price() -> None:
+    steps = tuple(
+        StepRow(rank=0, step=i, start_us=0, duration_us=us)
+        for i, us in enumerate((90.0, 90.0, 100.0, 110.0, 110.0))
+    )
+    profile = Profile(manifest=Manifest(), steps=steps)
+    # the quartiles are 90 and 110: an IQR of 20 % is a standard deviation of 20 / 1.349 %
+    assert step_drift(profile) == pytest.approx(0.2 / 1.349)
+    assert step_drift(Profile(manifest=Manifest(), steps=steps[:3])) == 0.02
 
 
 def test_attributes_and_dtype_are_part_of_the_key() -> None:
@@ -188,7 +201,23 @@ def test_views_take_host_time_only() -> None:
     unseen = prices(view, host=(gap,)).price("aten::transpose", (t(100, 100),))
     assert unseen.host_s == pytest.approx(6e-6)
     gpu = OperatorPrices(Profile(manifest=Manifest()), load_cluster("8xH200").device, same_device=False)
-    assert gpu.price("aten::view", (t(4),)).host_s == pytest.approx(7e-6)
+    assert gpu.price("aten::view", (t(4),)).host_s == pytest.approx(2e-6)
+    assert gpu.price("aten::mul", (t(4),)).host_s == pytest.approx(7e-6)
+
+
+def test_a_gpu_is_launched_in_the_measured_host_time_of_the_operator() -> None:
+    device = load_cluster("8xH200").device
+    rows = (
+        row("aten::mul", (t(4),), 5.0, host_us=6.0, count=3),
+        row("aten::view", (t(4),), 1.0, host_us=2.0),
+    )
+    profile = Profile(manifest=Manifest(), operators=rows)
+    table = OperatorPrices(profile, device, same_device=True)
+    assert table.price("aten::mul", (t(4),)).host_s == pytest.approx(6e-6)
+    assert table.price("aten::view", (t(4),)).host_s == pytest.approx(2e-6)
+    assert table.price("aten::add", (t(4),)).host_s == pytest.approx(5e-6), "the mean over all calls"
+    elsewhere = OperatorPrices(profile, device, same_device=False)
+    assert elsewhere.price("aten::mul", (t(4),)).host_s == pytest.approx(7e-6)
 
 
 def test_host_time_is_measured_on_the_same_device_only() -> None:

@@ -57,6 +57,7 @@ def tensors(*shapes: tuple[int, ...], dtype: str = F32) -> list[Tensor]:
         ("aten::silu_backward", "elementwise"),
         ("aten::mul_.Tensor", "elementwise"),
         ("c10d::allreduce_", "collective"),
+        ("profiler::_record_function_enter_new", "view"),
         ("mylib::anything", "other"),
     ],
 )

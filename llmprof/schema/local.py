@@ -20,6 +20,8 @@ ASSUMED_GLOO_LATENCY_S = 1.0e-4
 _BANDWIDTH_FAMILIES = ("copy", "elementwise", "optimizer", "fill")
 _STREAMED_BYTES = 4_000_000
 """Smaller operands fit in a cache and say nothing about memory bandwidth."""
+_LARGEST_SHARE = 0.5
+"""Bandwidth is read off operators that move at least this share of what the largest one moves."""
 
 
 def local_cluster(profile: Profile, *, catalogue: Sequence[Cluster] = ()) -> Cluster:
@@ -55,13 +57,9 @@ def _cpu_cluster(profile: Profile, source: SourceRow) -> Cluster:
     threads = max(1, source.threads)
     peak = _best_rate(profile.operators, MATMUL_FAMILIES, lambda row: row.flops)
     sources["peak_flops"] = _origin(peak, "fastest measured matmul")
-    bandwidth = _best_rate(
-        (r for r in profile.operators if r.bytes >= _STREAMED_BYTES),
-        _BANDWIDTH_FAMILIES,
-        lambda row: row.bytes,
-    )
+    bandwidth = _bandwidth(profile.operators)
     sources["bandwidth_bytes_per_s"] = _origin(
-        bandwidth, "fastest measured copy or elementwise operator over 4 MB"
+        bandwidth, "fastest of the largest measured copies and elementwise operators"
     )
     memory = source.memory_bytes or ASSUMED_CPU_MEMORY_BYTES
     sources["memory_bytes"] = "measured" if source.memory_bytes else "assumed"
@@ -101,11 +99,7 @@ def _cpu_peaks(profile: Profile, peak: float) -> dict[str, float]:
 
 def _unlisted_gpu_cluster(profile: Profile, source: SourceRow) -> Cluster:
     peak = _best_rate(profile.operators, MATMUL_FAMILIES, lambda row: row.flops)
-    bandwidth = _best_rate(
-        (r for r in profile.operators if r.bytes >= _STREAMED_BYTES),
-        _BANDWIDTH_FAMILIES,
-        lambda row: row.bytes,
-    )
+    bandwidth = _bandwidth(profile.operators)
     if not (peak and bandwidth and source.memory_bytes):
         raise ClusterError(
             f"{source.device_name!r} is not in the catalogue, and the run did not measure its rates and memory",
@@ -124,7 +118,7 @@ def _unlisted_gpu_cluster(profile: Profile, source: SourceRow) -> Cluster:
             bandwidth_bytes_per_s=bandwidth,
             sources={
                 "peak_flops": "fastest measured matmul",
-                "bandwidth_bytes_per_s": "fastest measured operator over 4 MB",
+                "bandwidth_bytes_per_s": "fastest of the largest measured copies and elementwise operators",
                 "memory_bytes": "measured",
                 "usable_memory_bytes": "assumed: 0.98 of memory_bytes",
             },
@@ -168,6 +162,13 @@ def _best_rate(
         work(r) / (r.time_us * 1e-6) for r in rows if r.family in families and r.time_us > 0 and work(r) > 0
     ]
     return max(rates, default=None)
+
+
+def _bandwidth(rows: Sequence[OperatorRow]) -> float | None:
+    """Bytes per second of the fastest among the largest operators that only move data; None without large ones."""
+    moved = [r.bytes for r in rows if r.family in _BANDWIDTH_FAMILIES]
+    least = max(_STREAMED_BYTES, _LARGEST_SHARE * max(moved, default=0))
+    return _best_rate((r for r in rows if r.bytes >= least), _BANDWIDTH_FAMILIES, lambda row: row.bytes)
 
 
 def _origin(value: float | None, measured: str) -> str:

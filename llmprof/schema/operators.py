@@ -92,6 +92,7 @@ Exact names win over patterns, patterns are tried in this order, and "X_backward
 """
 _EXACT = {name: family for family, names in _FAMILIES.items() for name in names if "*" not in name}
 _PATTERNS = tuple((name, family) for family, names in _FAMILIES.items() for name in names if "*" in name)
+_NAMESPACE_FAMILIES = {"fsdp": "copy", "profiler": "view"}
 _COLLECTIVES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -148,8 +149,8 @@ def family(op: str) -> str:
     for pattern, found in _PATTERNS:
         if fnmatchcase(bare, pattern):
             return found
-    if namespace == "fsdp":
-        return "copy"
+    if namespace in _NAMESPACE_FAMILIES:
+        return _NAMESPACE_FAMILIES[namespace]
     return "elementwise" if namespace in ("aten", "prims") else "other"
 
 

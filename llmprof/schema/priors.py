@@ -50,6 +50,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         floor_us, cpu_floor_us: shortest time of a kernel.
         launch_us: host time to launch one operator on a GPU; `launch_spread` of its logarithm.
+        view_us: host time of a view or allocation on a GPU, which launches nothing.
         cpu_gap_us: host time between two operators on a CPU; `cpu_gap_spread` of its logarithm.
         mfu: of a run about which nothing is known.
         families: by operator family; "default" for the rest.
@@ -61,6 +62,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_floor_us: float
     launch_us: float
     launch_spread: float
+    view_us: float
     cpu_gap_us: float
     cpu_gap_spread: float
     mfu: float
