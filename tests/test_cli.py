@@ -15,9 +15,11 @@ import msgspec
 import pytest
 
 from llmprof import cli
-from llmprof.commands import COMMANDS
+from llmprof.commands import COMMANDS, doctor
 from llmprof.commands.request import number_of_tokens
+from llmprof.report import torch_tb
 from llmprof.report.ranking import best_forecast, rank_forecasts
+from llmprof.report.torch_tb import export_torch_tb
 from llmprof.schema.store import RunWriter, load_profile, save_profile, save_workload
 from tests.profiles import measured, workload
 
@@ -278,6 +280,37 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert checks["capture"]["ok"]
     assert "internet" in checks["PyTorch Profiler tab"]["detail"]
     assert all(c["ok"] or c["hint"] for c in checks.values())
+
+
+def test_doctor_where_torch_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_PROBE", "raise ImportError('libtorch.so is missing')")
+    assert cli.main(["doctor"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "libtorch.so is missing" in text
+    assert "forecast, show and compare still work" in text
+
+
+def test_only_telling_ranks_are_exported_to_torch_tb_profiler(tmp_path: Path) -> None:
+    profile = measured(ranks=4, layout="dp=4")  # rank r is r us slower
+    save_profile(profile, tmp_path / "run")
+    packed = gzip.compress(b'{"traceEvents": []}')
+    for rank in range(4):
+        (tmp_path / "run" / f"rank-{rank:05d}" / "trace.json.gz").write_bytes(packed)
+    files = export_torch_tb(tmp_path / "run", profile, tmp_path / "tb")
+    assert [f.name.split(".")[0] for f in files] == ["node0_00000", "node0_00003"]
+
+
+def test_a_trace_too_large_for_the_tab_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_tb, "MAX_TRACE_BYTES", 100)
+    packed = gzip.compress(json.dumps({"traceEvents": [{}] * 100}).encode())
+    (run / "rank-00000" / "trace.json.gz").write_bytes(packed)
+    assert cli.main(["export", str(run), "--torch-tb", str(tmp_path / "tb")]) == 2
+    assert "too much for the tab" in capsys.readouterr().err
+    assert not list((tmp_path / "tb").iterdir())
 
 
 @pytest.mark.parametrize(
