@@ -19,8 +19,12 @@ MEDIAN_ERROR = 1.2533
 """Standard error of a median of n normal values, in standard deviations over the square root of n."""
 MIN_SPREAD = 0.02
 MAX_DRIFT = 0.3
+OUTLIER = 3.0
+"""Rows of one key further from their median than this factor are pulled in to it."""
 LONE_SPREAD = 0.4
 """Spread of a curve with too few rows for residuals: assumed."""
+STRANGER_SPREAD = 0.8
+"""Spread of a family's curve with one operator in it, for another operator of the family: assumed."""
 SPREAD_PER_OCTAVE = 0.08
 """Growth of the spread for each doubling of the work outside the measured range: assumed."""
 MAX_SPREAD = 1.2
@@ -50,6 +54,7 @@ class _Curve(NamedTuple):
     names: tuple[str, ...]
     by_flops: bool
     residual: float
+    num_operators: int
 
 
 class MeasuredOperators:
@@ -92,17 +97,18 @@ class MeasuredOperators:
         for key in ((_bare(op), dtype), (f"family:{family}", dtype)):
             curve = self._curves.get(key)
             if curve is not None and (work.flops if curve.by_flops else work.bytes):
-                return self._from_curve(curve, work)
+                stranger = key[0] != _bare(op) and curve.num_operators == 1
+                return self._from_curve(curve, work, least_spread=STRANGER_SPREAD if stranger else MIN_SPREAD)
         return None
 
-    def _from_curve(self, curve: _Curve, work: Work) -> Estimate:
+    def _from_curve(self, curve: _Curve, work: Work, *, least_spread: float) -> Estimate:
         at = np.array([log(max(work.flops, 1)), log(max(work.bytes, 1))])
         log_rate, nearest = _weighted(curve.points, curve.log_rate, at)
         amount = work.flops if curve.by_flops else work.bytes
         time_s = max(amount / exp(log_rate), self._floor_s)
         column = curve.points[:, 0 if curve.by_flops else 1]
         outside = max(0.0, float(column.min()) - log(amount), log(amount) - float(column.max())) / log(2)
-        spread = min(MAX_SPREAD, curve.residual + SPREAD_PER_OCTAVE * outside)
+        spread = min(MAX_SPREAD, max(curve.residual, least_spread) + SPREAD_PER_OCTAVE * outside)
         return Estimate(time_s, spread, tuple(curve.names[i] for i in nearest))
 
 
@@ -138,10 +144,15 @@ def _merge(
 
 
 def _mean_s(rows: list[OperatorRow]) -> float:
-    """Count-weighted mean of the rows' medians (seconds)."""
-    weights: list[float] = [max(r.count, 1e-9) for r in rows]
-    total = sum(w * r.time_us for w, r in zip(weights, rows, strict=True))
-    return total / sum(weights) * 1e-6
+    """Count-weighted mean of the rows' medians, outliers pulled in to OUTLIER times their weighted median (seconds).
+
+    A mean, so that the captured step adds up; an outlier is a call that waited for the machine.
+    """
+    weights = np.array([max(r.count, 1e-9) for r in rows])
+    times = np.array([r.time_us * 1e-6 for r in rows])
+    order = np.argsort(times)
+    middle = times[order][np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)]
+    return float(np.average(np.clip(times, middle / OUTLIER, middle * OUTLIER), weights=weights))
 
 
 def _spread(rows: list[OperatorRow], drift: float) -> float:
@@ -185,7 +196,7 @@ def _curves(rows: Iterable[OperatorRow]) -> dict[tuple[str, str], _Curve]:
 
 def _curve(groups: list[list[OperatorRow]]) -> _Curve:
     by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in groups)
-    points, rates, names = [], [], []
+    points, rates, names, labels = [], [], [], []
     for group in groups:
         row, time_s = group[0], _mean_s(group)
         work = row.flops if by_flops else row.bytes
@@ -193,18 +204,23 @@ def _curve(groups: list[list[OperatorRow]]) -> _Curve:
             points.append((log(max(row.flops, 1)), log(max(row.bytes, 1))))
             rates.append(log(work / time_s))
             names.append(f"{row.op} {row.shapes} {row.dtype}")
+            labels.append(_bare(row.op))
     coordinates, log_rate = np.array(points).reshape(-1, 2), np.array(rates)
-    return _Curve(coordinates, log_rate, tuple(names), by_flops, _residual(coordinates, log_rate))
+    residual = _residual(coordinates, log_rate, labels)
+    return _Curve(coordinates, log_rate, tuple(names), by_flops, residual, len(set(labels)))
 
 
-def _residual(points: NDArray[np.float64], log_rate: NDArray[np.float64]) -> float:
-    """Root mean square of leave-one-out errors, between MIN_SPREAD and MAX_SPREAD; LONE_SPREAD under 3 rows."""
-    n = len(log_rate)
-    if n < 3:
+def _residual(points: NDArray[np.float64], log_rate: NDArray[np.float64], labels: list[str]) -> float:
+    """Root mean square of leave-one-out errors, between MIN_SPREAD and MAX_SPREAD; LONE_SPREAD under 3 rows.
+
+    In the curve of a family whole operators are left out, since it prices operators that are not in it.
+    """
+    if len(log_rate) < 3:
         return LONE_SPREAD
+    left_out = np.array(labels) if len(set(labels)) > 1 else np.arange(len(labels)).astype(str)
     errors = []
-    for i in range(n):
-        rest = np.arange(n) != i
+    for i in range(len(labels)):
+        rest = left_out != left_out[i]
         predicted, _ = _weighted(points[rest], log_rate[rest], points[i])
         errors.append(predicted - log_rate[i])
     return float(np.clip(np.sqrt(np.mean(np.square(errors))), MIN_SPREAD, MAX_SPREAD))

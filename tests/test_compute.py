@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device, peak_flops
-from llmprof.extrapolate.measured import LONE_SPREAD, step_drift
+from llmprof.extrapolate.measured import STRANGER_SPREAD, step_drift
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import Tensor, bytes_moved, family, flops, format_shapes
@@ -91,6 +91,25 @@ def test_rows_of_other_modules_are_averaged_by_count() -> None:
     assert found.spread == pytest.approx((apart + 0.02**2) ** 0.5)
 
 
+def test_a_call_that_waited_for_the_machine_is_pulled_in() -> None:
+    inputs = mm_inputs(64, 32, 16)
+    rows = [row("aten::mm", inputs, us, module=str(us)) for us in (100.0, 101.0, 102.0, 5000.0)]
+    found = prices(*rows).price("aten::mm", inputs)
+    assert found.time_s == pytest.approx((100 + 101 + 102 + 3 * 101) / 4 * 1e-6)
+
+
+def test_a_family_is_as_good_as_its_worst_strangers() -> None:
+    """Each operator is exact for itself, but they differ by a factor 4: another one is known no better."""
+    rows = [
+        row(op, (t(n), t(n)), n * speed)
+        for op, speed in (("aten::mul", 0.001), ("aten::sub", 0.004))
+        for n in (1000, 2000, 4000)
+    ]
+    table = prices(*rows)
+    assert table.price("aten::mul", (t(3000), t(3000))).spread < 0.05
+    assert table.price("aten::maximum", (t(3000), t(3000))).spread == pytest.approx(1.2)
+
+
 def test_drift_of_the_steps_is_shared_by_every_measured_price() -> None:
     steps = tuple(
         StepRow(rank=0, step=i, start_us=0, duration_us=us)
@@ -148,7 +167,7 @@ def test_another_operator_of_the_family_is_the_next_best() -> None:
     found = table.price("aten::add", (t(2000), t(2000)))
     assert found.kind == "interpolated"
     assert found.time_s == pytest.approx(24e-6)
-    assert found.spread >= LONE_SPREAD
+    assert found.spread == pytest.approx(STRANGER_SPREAD + 0.08), "one octave outside, and another operator"
 
 
 def test_nothing_is_shorter_than_the_shortest_measured_operator() -> None:

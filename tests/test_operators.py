@@ -145,6 +145,10 @@ def test_embedding_moves_the_gathered_rows_not_the_table() -> None:
     assert bytes_moved("aten::embedding", inputs) == 6 * 8 + 2 * 6 * 8 * 4
 
 
+def test_likelihood_reads_one_score_a_row() -> None:
+    assert bytes_moved("aten::nll_loss_forward", [Tensor((10, 1000), F32), Tensor((10,), "int64")]) == 80 + 40
+
+
 def test_fused_adamw_reads_four_lists_and_writes_three() -> None:
     lists = [Tensor((10,), F32, group) for group in (1, 2, 3, 4)]
     assert bytes_moved("aten::_fused_adamw_", lists) == (4 + 3) * 40

@@ -167,7 +167,8 @@ def size_bytes(tensor: Tensor) -> int:
 def bytes_moved(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> int:
     """Bytes read plus written once each; 0 for views and allocations.
 
-    When the outputs are not known they are guessed: m x n for a matmul, the gathered rows of an embedding, the first
+    An embedding and the negative log-likelihood read only the rows that their index selects. When the outputs are
+    not known they are guessed: m x n for a matmul, the gathered rows of an embedding, the first
     list of a foreach operator, every list but the gradients of a fused optimizer, nothing of weight for a reduction,
     else the largest input (the broadcast result of an elementwise operator).
     """
@@ -175,6 +176,9 @@ def bytes_moved(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (
     if kind in ("view", "allocation"):
         return 0
     name = split_name(op)[1]
+    if name in ("nll_loss_forward", "nll_loss2d_forward") and len(inputs) >= 2:
+        scores, target = inputs[0], inputs[1]
+        return size_bytes(target) + prod(target.shape) * ITEM_BYTES.get(scores.dtype, 4)
     if name == "embedding" and len(inputs) >= 2:
         table, index = inputs[0], inputs[1]
         rows = prod(index.shape) * (table.shape[-1] if table.shape else 1) * ITEM_BYTES.get(table.dtype, 4)
