@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmprof.hooks.attribute import Attribution, Call, attributes
+from llmprof.hooks.calls import Attribution, Call, attributes
 from llmprof.hooks.events import COLLECTIVE, COPY, DeviceEvent
 from llmprof.hooks.groups import Groups, Message, match_transfers
-from llmprof.hooks.intervals import COMMUNICATION, COMPUTE, Interval, partition
+from llmprof.hooks.intervals import COMMUNICATION, COMPUTE, IDLE, Interval, partition
 from llmprof.hooks.intervals import COPY as COPY_PRIORITY
 from llmprof.hooks.intervals import INPUT as INPUT_PRIORITY
 from llmprof.hooks.timeline import Step, Timeline
@@ -93,17 +93,19 @@ class Aggregator:
     def tables(self) -> Tables:
         """All tables of the window."""
         boundaries = [*self._starts, self._steps[-1].end_us]
-        num_owners = len(self._operators) + len(self._collectives) + 1
+        num_owners = len(self._operators) + len(self._collectives) + 2  # the last two: input, idle
         owned, free = partition(self._claims, boundaries, num_owners)
         num = len(self._operators)
-        operator_us, collective_us = owned[:num], owned[num:-1]
+        operator_us, collective_us = owned[:num], owned[num:-2]
         operators, operator_row, outside = self._operator_rows(operator_us.sum(axis=1))
         collectives, collective_row = self._collective_rows(collective_us.sum(axis=1))
         totals = self._attribution_totals(operator_us)
         return Tables(
             operators=operators,
             collectives=collectives,
-            phases=self._phases(operator_us, collective_us, owned[-1], free),
+            phases=self._phases(
+                operator_us, collective_us, {"input": owned[-2], "idle": owned[-1], "host": free}
+            ),
             spans=self._spans(operator_row, collective_row),
             outside_rows=outside,
             attributed_fraction=totals[0],
@@ -133,6 +135,7 @@ class Aggregator:
                 claims.append(Interval(wait.start_us, wait.end_us, COMMUNICATION, base + latest))
         last = base + len(self._collectives)
         claims += [Interval(r.start_us, r.end_us, INPUT_PRIORITY, last) for r in self._found.inputs]
+        claims += [Interval(start, end, IDLE, last + 1) for start, end in self._found.waits_us]
         return claims
 
     def _claims_of(self, call: Call, owner: int) -> list[Interval]:
@@ -236,15 +239,14 @@ class Aggregator:
         self,
         operator_us: npt.NDArray[np.float64],
         collective_us: npt.NDArray[np.float64],
-        input_us: npt.NDArray[np.float64],
-        free_us: npt.NDArray[np.float64],
+        without_owner_us: Mapping[str, npt.NDArray[np.float64]],
     ) -> tuple[PhaseRow, ...]:
         by_phase = {phase: np.zeros(len(self._steps)) for phase in PHASES}
         for call, exclusive in zip(self._operators, operator_us, strict=True):
             by_phase[call.phase] += exclusive
         by_phase["communication"] += collective_us.sum(axis=0)
-        by_phase["input"] += input_us
-        by_phase["host"] += free_us
+        for phase, exclusive in without_owner_us.items():
+            by_phase[phase] += exclusive
         return tuple(
             PhaseRow(
                 rank=self._rank, step=step.number, phase=phase, exclusive_us=float(by_phase[phase][number])

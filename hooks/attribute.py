@@ -5,35 +5,43 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from llmprof.hooks.events import COMPOSITE, GLOO_PREFIX, NODE, OPERATOR, SCOPE, DeviceEvent, Event, Scalar
+from llmprof.hooks.calls import INPUT, OPTIMIZER, Attribution, Call, Owner, Range
+from llmprof.hooks.events import (
+    COLLECTIVE,
+    COLLECTIVE_NAME,
+    COMPOSITE,
+    GLOO_PREFIX,
+    NODE,
+    OPERATOR,
+    SCOPE,
+    DeviceEvent,
+    Event,
+    Events,
+)
 from llmprof.hooks.modules import ModuleNames
 from llmprof.hooks.phases import is_weight_gradient
-from llmprof.schema.operators import Tensor, collective_kind, family
+from llmprof.schema.operators import collective_kind
 
 MODULE_SCOPE, STEP_SCOPE = "##module ", "##step "
 """Prefixes of the scopes that the recorder opens: a module's number, a step's index."""
 
-OPTIMIZER, INPUT = "optimizer", "input"
-"""Owners that are no modules."""
-
 _FSDP_MODULE = re.compile(r"^FSDP::\w+(?: for)? \(?([^()]+)\)?$")
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_KERNEL_KINDS = (
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send"),
+    ("send", "send"),
+    ("recv", "recv"),
+    ("reduce", "reduce"),
+)
 _WAIT = "_c10d_functional::wait_tensor"
-
-
-class Owner(NamedTuple):
-    """Who runs an operator: a module's FQN, "optimizer" or "input".
-
-    `attributed` is False when it is known that a module below did; `outside` is True beyond every module of
-    the model.
-    """
-
-    module: str
-    attributed: bool = True
-    outside: bool = False
 
 
 class _Context(NamedTuple):
@@ -45,84 +53,22 @@ class _Context(NamedTuple):
     fsdp: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One call of an operator or a collective.
-
-    Attributes:
-        kind: collective kind ("all_reduce", ..., "wait"), "" for an operator.
-        start_us, duration_us: host time on `thread`.
-        fsdp: it ran inside a range of FSDP.
-    """
-
-    op: str
-    owner: Owner
-    phase: str
-    thread: int
-    start_us: float
-    duration_us: float
-    kind: str = ""
-    inputs: tuple[Tensor, ...] = ()
-    scalars: tuple[Scalar, ...] = ()
-    metadata: tuple[tuple[str, str], ...] = ()
-    device: tuple[DeviceEvent, ...] = ()
-    fsdp: bool = False
-
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
-
-
-class Range(NamedTuple):
-    """A named interval of one thread."""
-
-    name: str
-    start_us: float
-    end_us: float
-    thread: int
-    inputs: tuple[Tensor, ...] = ()
-
-
-@dataclass(kw_only=True)
-class Attribution:
-    """What `attribute` found; all times in microseconds on the profiler's clock.
-
-    Attributes:
-        calls: operators and collectives on the main and autograd threads, in order of start.
-        marks: (step index, time) of every step boundary.
-        inputs: intervals in which the main thread waited for the data loader.
-        transfers: what the communication backend's own threads did.
-        backward, optimizer: intervals of the backward nodes and the optimizer steps.
-        wrapper_us: host cost of each operator on tensor subclasses (DTensor), beyond the local operators.
-        threads: name of each thread that runs model code.
-        compiled_regions: how often a compiled region ran; there are no modules inside.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    marks: list[tuple[int, float]] = field(default_factory=list)
-    inputs: list[Range] = field(default_factory=list)
-    transfers: list[Range] = field(default_factory=list)
-    backward: list[Range] = field(default_factory=list)
-    optimizer: list[Range] = field(default_factory=list)
-    wrapper_us: list[float] = field(default_factory=list)
-    threads: dict[int, str] = field(default_factory=dict)
-    compiled_regions: int = 0
-
-
-def attribute(
-    roots: Iterable[Event], modules: ModuleNames, labels: Sequence[tuple[str, bool]]
-) -> Attribution:
+def attribute(events: Events, modules: ModuleNames, labels: Sequence[tuple[str, bool]]) -> Attribution:
     """Finds module and phase of every operator and collective.
 
     Args:
-        roots: events without a parent, in order of start.
+        events: what the window recorded.
         modules: names and parameter shapes of the model.
         labels: by number in a module scope, the module's name and whether it is part of the model.
     """
     walker = _Walker(modules, labels)
-    for root in roots:
+    for root in events.roots:
         walker.visit_root(root)
-    return walker.finish()
+    for orphan in events.orphans:
+        walker.orphan(orphan)
+    found = walker.finish()
+    found.waits_us = list(events.waits_us)
+    return found
 
 
 class _Walker:
@@ -139,6 +85,19 @@ class _Walker:
             self._found.transfers.append(_range(event))
             return
         self._visit(event, _Context(Owner("", outside=True)))
+
+    def orphan(self, activity: DeviceEvent) -> None:
+        """Device work that nobody is seen to launch still owns its time."""
+        thread = next((thread for thread, name in self._found.threads.items() if name == "main"), 0)
+        event = Event(
+            name=activity.name,
+            kind=SCOPE,
+            start_us=activity.start_us,
+            duration_us=0.0,
+            thread=thread,
+            device=(activity,),
+        )
+        self._call(event, _Context(Owner("", attributed=False)), "other")
 
     def finish(self) -> Attribution:
         """Drops threads without model code, tells work after the backward pass from forward work, sorts."""
@@ -177,7 +136,7 @@ class _Walker:
         self._call(event, context, phase)
 
     def _call(self, event: Event, context: _Context, phase: str) -> None:
-        kind = "wait" if event.name == _WAIT else collective_kind(event.name)
+        kind = "wait" if event.name == _WAIT else collective_kind(event.name) or _launched_kind(event)
         if event.name.startswith("_c10d_functional") and not kind:
             return
         self._found.calls.append(
@@ -275,6 +234,15 @@ class _Walker:
         return context._replace(owner=owner, phase=phase, fsdp=True)
 
 
+def _launched_kind(event: Event) -> str:
+    """Kind of the collective whose kernel an event launched itself, "" when it launched none."""
+    if not any(activity.kind == COLLECTIVE for activity in event.device):
+        return ""
+    told = event.metadata.get(COLLECTIVE_NAME, "") or event.device[0].name
+    plain = told.lower().replace("_", "").replace("nccl", "")
+    return next((kind for text, kind in _KERNEL_KINDS if text in plain), "all_reduce")
+
+
 def _phase(event: Event, context: _Context) -> str:
     if context.phase != "backward":
         return context.phase
@@ -330,20 +298,3 @@ def _late_phase(call: Call, steps: Sequence[_StepEnds]) -> Call:
     if call.start_us < step.optimizer_us:
         return replace(call, owner=Owner(OPTIMIZER), phase="optimizer")
     return replace(call, phase="other")
-
-
-def attributes(op: str, scalars: Sequence[Scalar]) -> frozenset[str]:
-    """What changes an operator's cost beside shapes: "causal" for attention.
-
-    In every attention operator the flag follows the dropout probability, its first floating-point argument.
-    """
-    if family(op) != "attention":
-        return frozenset()
-    after_dropout = False
-    for value in scalars:
-        if isinstance(value, bool):
-            if after_dropout:
-                return frozenset({"causal"}) if value else frozenset()
-        elif isinstance(value, float):
-            after_dropout = True
-    return frozenset()

@@ -19,6 +19,15 @@ KERNEL, COPY, COLLECTIVE = "kernel", "copy", "collective"
 GLOO_PREFIX = "gloo:"
 """Names of the ranges that gloo opens on its own threads."""
 
+COMMUNICATION_RECORD = "record_param_comms"
+"""Name of the event that carries a backend's metadata about a collective."""
+
+COLLECTIVE_NAME, GROUP_SIZE, GROUP_DESCRIPTION = "Collective name", "Group size", "Process Group Description"
+INPUT_ELEMENTS, OUTPUT_ELEMENTS, ELEMENT_TYPE = "In msg nelems", "Out msg nelems", "dtype"
+"""Keys of a collective's metadata."""
+
+_ACTIVITIES = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
+_WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 _NODE_PREFIX = "autograd::engine::evaluate_function: "
 _NOT_OPERATORS = (
     "autograd::",
@@ -85,10 +94,17 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events:
-    """All that a window recorded: host events by thread as forests, and device events no operator launched."""
+    """All that a window recorded.
+
+    Attributes:
+        roots: host events without a parent, in order of start.
+        orphans: device activities that no recorded host event launched.
+        waits_us: (start, end) of the calls in which the host waited for the device.
+    """
 
     roots: tuple[Event, ...]
     orphans: tuple[DeviceEvent, ...] = ()
+    waits_us: tuple[tuple[float, float], ...] = ()
 
 
 LookThrough = Callable[[str, str], bool]
@@ -110,7 +126,7 @@ def read(results: Any, *, look_through: LookThrough, device: str) -> Events:
         reader.link(results.events(), device)
     events = [event for root in roots if (event := reader.read(root)) is not None]
     events.sort(key=lambda event: event.start_us)
-    return Events(roots=tuple(events), orphans=tuple(reader.unclaimed()))
+    return Events(roots=tuple(events), orphans=tuple(reader.unclaimed()), waits_us=tuple(reader.waits_us))
 
 
 class _TreeReader:
@@ -120,26 +136,35 @@ class _TreeReader:
         self._forward_threads: dict[int, int] = {}
         self._device: dict[int, list[DeviceEvent]] = {}
         self._metadata: dict[int, dict[str, str]] = {}
+        self.waits_us: list[tuple[float, float]] = []
 
     def link(self, kineto_events: Iterable[Any], device: str) -> None:
         """Notes forward threads, collective metadata and device activities by the operator's correlation."""
         for event in kineto_events:
             if event.device_type().name == "CPU":
-                if event.fwd_thread_id():
-                    self._forward_threads[event.correlation_id()] = event.fwd_thread_id()
-                if event.name() == "record_param_comms":
-                    self._metadata[event.correlation_id()] = dict(event.extra_meta())
-            elif event.device_type().name.lower() == device and not event.is_user_annotation():
-                found = self._device.setdefault(event.linked_correlation_id(), [])
-                found.append(
-                    DeviceEvent(
-                        name=event.name(),
-                        kind=device_kind(event.name()),
-                        start_us=(event.start_ns() - self._origin_ns) / 1e3,
-                        duration_us=event.duration_ns() / 1e3,
-                        stream=event.device_resource_id(),
-                    )
+                self._link_host(event)
+            elif event.device_type().name.lower() == device and _is_activity(event):
+                activity = DeviceEvent(
+                    name=event.name(),
+                    kind=device_kind(event.name()),
+                    start_us=self._since_origin_us(event.start_ns()),
+                    duration_us=event.duration_ns() / 1e3,
+                    stream=event.device_resource_id(),
                 )
+                self._device.setdefault(event.linked_correlation_id(), []).append(activity)
+
+    def _link_host(self, event: Any) -> None:
+        if event.fwd_thread_id():
+            self._forward_threads[event.correlation_id()] = event.fwd_thread_id()
+        name = event.name()
+        if name == COMMUNICATION_RECORD:
+            self._metadata[event.correlation_id()] = dict(event.extra_meta())
+        elif name in _WAITS:
+            begin_us = self._since_origin_us(event.start_ns())
+            self.waits_us.append((begin_us, begin_us + event.duration_ns() / 1e3))
+
+    def _since_origin_us(self, time_ns: int) -> float:
+        return (time_ns - self._origin_ns) / 1e3
 
     def unclaimed(self) -> list[DeviceEvent]:
         """Device activities whose operator was not in the tree."""
@@ -167,13 +192,13 @@ class _TreeReader:
         return Event(
             name=name,
             kind=COMPOSITE if composite else kind,
-            start_us=(node.start_time_ns - self._origin_ns) / 1e3,
+            start_us=self._since_origin_us(node.start_time_ns),
             duration_us=node.duration_time_ns / 1e3,
             thread=node.start_tid,
             **details._asdict(),
             sequence=sequence if 0 <= sequence < _MAX_SEQUENCE else -1,
             forward_thread=self._forward_threads.get(node.correlation_id, 0),
-            metadata=self._collective_metadata(node) if collective_kind(name) else {},
+            metadata=self._collective_metadata(node),
             device=tuple(device),
             children=children,
         )
@@ -188,13 +213,23 @@ class _TreeReader:
         return claimed
 
     def _collective_metadata(self, node: Any) -> dict[str, str]:
+        if not self._metadata or not (collective_kind(node.name) or node.name == COMMUNICATION_RECORD):
+            return {}
         pending = [node]
-        while pending and self._metadata:
+        while pending:
             current = pending.pop()
             if current.correlation_id in self._metadata:
                 return self._metadata[current.correlation_id]
             pending.extend(current.children)
         return {}
+
+
+def _is_activity(event: Any) -> bool:
+    """True for kernels and copies, not for ranges that are repeated on the device's timeline."""
+    activity_type = getattr(event, "activity_type", None)
+    if activity_type is None:
+        return not event.is_user_annotation()
+    return str(activity_type()) in _ACTIVITIES
 
 
 def _name_and_kind(name: str, scope: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -10,14 +10,29 @@ import torch.distributed as dist
 from torch import nn
 
 from llmprof.hooks import private
-from llmprof.hooks.attribute import Call, Range
+from llmprof.hooks.calls import Call, Range
+from llmprof.hooks.events import (
+    ELEMENT_TYPE,
+    GROUP_DESCRIPTION,
+    GROUP_SIZE,
+    INPUT_ELEMENTS,
+    OUTPUT_ELEMENTS,
+)
 from llmprof.hooks.meshes import axes, axis_of_name
 from llmprof.schema.operators import Tensor, size_bytes, split_name
 
 _GATHERED = ("all_gather", "reduce_scatter")
 
-_GROUP_SIZE, _GROUP_DESCRIPTION = "Group size", "Process Group Description"
-"""Names of what NCCL's metadata tells about a collective's group."""
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "byte": "uint8",
+    "char": "int8",
+}
+"""Names of dtypes in a collective's metadata that differ from ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +67,17 @@ class Groups:
     def message(self, call: Call) -> Message:
         """Describes one collective call, from the backend's metadata where it gives any, else from shapes."""
         metadata = dict(call.metadata)
-        group_size = int(metadata.get(_GROUP_SIZE, 0) or 0) or self._group_size_of_call(call)
+        group_size = int(metadata.get(GROUP_SIZE, 0) or 0) or self._group_size_of_call(call)
         axis = self._axis(call, metadata, group_size)
         if not group_size:
             group_size = self.axes.get(axis, 0) or (self.sizes[0] if len(set(self.sizes)) == 1 else 0)
-        dtype = call.inputs[0].dtype if call.inputs else ""
+        told = _told_message(metadata)
         return Message(
             kind=call.kind,
             axis=axis,
             group_size=group_size,
-            size_bytes=_message_bytes(call, group_size),
-            dtype=dtype,
+            size_bytes=size_bytes(told) if told else _message_bytes(call, group_size),
+            dtype=told.dtype if told else call.inputs[0].dtype if call.inputs else "",
         )
 
     def _group_size_of_call(self, call: Call) -> int:
@@ -76,7 +91,7 @@ class Groups:
         return numbers[0] if call.op.startswith("_c10d_functional") and numbers else 0
 
     def _axis(self, call: Call, metadata: dict[str, str], group_size: int) -> str:
-        described = axis_of_name(metadata.get(_GROUP_DESCRIPTION, "").removeprefix("mesh_"))
+        described = axis_of_name(metadata.get(GROUP_DESCRIPTION, "").removeprefix("mesh_"))
         if described:
             return described
         if call.kind in ("send", "recv"):
@@ -118,6 +133,16 @@ def _add_axes(found: dict[str, int], parameter: nn.Parameter, *, fully_sharded: 
     for _, axis, ranks in axes(parameter, fully_sharded=fully_sharded):
         sizes[axis] = sizes.get(axis, 1) * ranks  # dp_replicate x dp_shard
     found.update(sizes)
+
+
+def _told_message(metadata: Mapping[str, str]) -> Tensor | None:
+    """The larger of the input and output buffers that the backend reports, None when it reports none."""
+    try:
+        elements = max(int(metadata[INPUT_ELEMENTS]), int(metadata[OUTPUT_ELEMENTS]))
+    except (KeyError, ValueError):
+        return None
+    dtype = metadata.get(ELEMENT_TYPE, "").lower()
+    return Tensor((elements,), _DTYPES.get(dtype, dtype)) if elements else None
 
 
 def _message_bytes(call: Call, group_size: int) -> int:

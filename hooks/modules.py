@@ -40,10 +40,15 @@ class ModuleNames:
         self._parents: set[str] = set()
 
     def add(self, root: nn.Module) -> str:
-        """Registers a root and everything below it; returns the root's name. Adding it again is harmless."""
+        """Registers a root and everything below it; returns the root's name. Adding it again is harmless.
+
+        A root without parameters (a loss) stays unknown: what it does is work outside the model.
+        """
         known = self._names.get(root)
         if known is not None:
             return known
+        if next(root.parameters(), None) is None:
+            return type(root).__name__
         inner = next((self._names[m] for m in root.modules() if m in self._names), None)
         prefix = "" if inner is not None or not self._roots else self._free_name(type(root).__name__)
         self._roots.append(weakref.ref(root))

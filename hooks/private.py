@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from types import CodeType
-from typing import Any, Protocol, cast
+from typing import Any, ParamSpec, Protocol, cast
 
 import torch
+
+P = ParamSpec("P")
 
 
 class Scope(Protocol):
@@ -78,11 +80,18 @@ def profiler_active() -> bool:
     return bool(enabled()) if enabled is not None else False
 
 
-def never_compile(function: Callable[..., Any]) -> None:
-    """Tells torch.compile, where it is in use, to run a function as it is when it meets it as a frame of its own.
+def uncompiled(function: Callable[P, None]) -> Callable[P, None]:
+    """The same function, which torch.compile, where it is in use, neither compiles nor follows.
 
-    Unlike `torch.compiler.disable` this breaks no graph that calls the function.
+    A graph that calls it breaks there: callers test `torch.compiler.is_compiling()` first.
     """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return cast("Callable[P, None]", torch.compiler.disable(function))
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Tells torch.compile, where it is in use, not to compile a function that it meets as a frame of its own."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     skip_code: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
     if skip_code is not None:

@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity
 
 from llmprof.hooks import events, private
 from llmprof.hooks.aggregate import Aggregator, Statistics, Tables
-from llmprof.hooks.attribute import MODULE_SCOPE, STEP_SCOPE, Attribution, attribute
+from llmprof.hooks.attribute import MODULE_SCOPE, STEP_SCOPE, attribute
+from llmprof.hooks.calls import Attribution
 from llmprof.hooks.groups import Groups
 from llmprof.hooks.modules import ModuleNames
 from llmprof.hooks.timeline import Step
@@ -128,7 +129,7 @@ class Recorder:
             self._warnings.append("no operators recorded: this torch does not expose the profiler's events")
             return Recording(warnings=tuple(self._warnings))
         recorded = events.read(results, look_through=self._look_through, device=self._device)
-        found = attribute(recorded.roots, self._names, self._scopes.labels)
+        found = attribute(recorded, self._names, self._scopes.labels)
         if found.compiled_regions:
             self._warnings.append(
                 "compiled regions are opaque: their operators belong to the compiled module"
@@ -189,6 +190,8 @@ class _ModuleScopes:
         self.labels: list[tuple[str, bool]] = []
         self._names = names
         self._open_scope: Callable[[str], private.Scope] = private.scope_type()
+        self._enter: Callable[[nn.Module], None] = self._open
+        self._leave: Callable[[nn.Module], None] = self._close
         self._numbers: dict[int, int] = {}
         self._modules: list[nn.Module] = []
         self._local = threading.local()
@@ -196,11 +199,13 @@ class _ModuleScopes:
         self._errors: list[str] = []
 
     def install(self) -> None:
-        private.never_compile(_ModuleScopes._enter)
-        private.never_compile(_ModuleScopes._leave)
+        for hook in (_ModuleScopes._before, _ModuleScopes._after):
+            private.skip_frame(hook)
+        self._enter = private.uncompiled(self._open)
+        self._leave = private.uncompiled(self._close)
         self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -216,31 +221,37 @@ class _ModuleScopes:
             return []
         return [f"module hooks failed {len(self._errors)} times, the first time with {self._errors[0]}"]
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._enter(module)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._leave(module)
+
+    def _open(self, module: nn.Module) -> None:
+        if len(self._errors) >= _MAX_HOOK_ERRORS:
+            return
         try:
-            if len(self._errors) >= _MAX_HOOK_ERRORS:
-                return
             scope = self._open_scope(f"{MODULE_SCOPE}{self._number(module)}")
             scope.__enter__()
             self._stack().append((module, scope))
-        except Exception as error:  # noqa: BLE001 (an error in a hook would reach the user's forward)
+        except Exception as error:  # noqa: BLE001 (it would reach the user's forward)
             self._errors.append(f"{type(error).__name__}: {error}")
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _close(self, module: nn.Module) -> None:
         try:
             stack = self._stack()
             if not any(opened is module for opened, _ in stack):
                 return
-            while stack:
+            while stack:  # an inner module whose end was not seen ends here
                 opened, scope = stack.pop()
                 scope.__exit__(None, None, None)
                 if opened is module:
                     return
-        except Exception as error:  # noqa: BLE001 (an error in a hook would reach the user's forward)
+        except Exception as error:  # noqa: BLE001 (it would reach the user's forward)
             self._errors.append(f"{type(error).__name__}: {error}")
 
     def _stack(self) -> list[tuple[nn.Module, private.Scope]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from llmprof.hooks.attribute import INPUT, Call, Range
+from llmprof.hooks.calls import INPUT, Call, Range
 from llmprof.schema.profile import SpanRow
 
 MAX_SPANS = 20_000
