@@ -21,7 +21,7 @@ from llmprof.schema.profile import CollectiveRow, Profile
 
 POINT_TO_POINT = ("send", "recv")
 _SCALED_SPREAD = 0.25
-"""Spread of a curve that was measured for another kind or group size: assumed."""
+"""Spread of a curve that was measured for another kind or group size, or back to back: assumed."""
 
 
 class CollectivePrices:
@@ -89,24 +89,31 @@ class CollectivePrices:
         if link.name == self._measured_level:
             kind = "send" if kind in POINT_TO_POINT else kind
             curve = self._curves.get((kind, group_size))
-            if curve is not None:
+            if curve is not None and curve.in_situ:
                 rows = (f"{kind} over {group_size}",)
                 return OpPrice(curve.at(size_bytes), curve.spread, "measured", name, rows)
             if self._curves:
-                return self._from_other_curve(kind, size_bytes, group_size, name)
+                return self._from_other_curve(kind, size_bytes, group_size, link)
         time_s = self._model(kind, size_bytes, group_size, span)
         return OpPrice(time_s, self._priors[link.name].spread, "assumed", name)
 
-    def _from_other_curve(self, kind: str, size_bytes: int, group_size: int, name: str) -> OpPrice:
-        """Price from the curve of another group size or kind, at the message for which each rank sends as much."""
-        kind = self._effective(kind)
+    def _from_other_curve(self, kind: str, size_bytes: int, group_size: int, link: LinkLevel) -> OpPrice:
+        """Price from a sweep, or from the curve of another group size or kind.
+
+        Another curve is read at the message for which each rank sends as much; a back-to-back sweep lacks what a
+        call in a running step waits.
+        """
+        if (kind, group_size) not in self._curves:
+            kind = self._effective(kind)
         source = min(
             self._curves, key=lambda c: (c[0] != kind, c[0] != "all_reduce", abs(c[1] - group_size), c)
         )
-        measured = self._curves[source]
+        measured, prior = self._curves[source], self._priors[link.name]
         equal = size_bytes * wire_share(kind, group_size) / wire_share(*source)
+        waiting_s = 0.0 if measured.in_situ else prior.in_situ_us * 1e-6
         spread = min(MAX_SPREAD, measured.spread + _SCALED_SPREAD)
-        return OpPrice(measured.at(equal), spread, "interpolated", name, (f"{source[0]} over {source[1]}",))
+        rows = (f"{source[0]} over {source[1]}",)
+        return OpPrice(measured.at(equal) + waiting_s, spread, "interpolated", f"link:{link.name}", rows)
 
     def _model(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
         link = self.level(max(span, 2))
@@ -201,12 +208,13 @@ class _Curve:
     """Time over message size, piecewise linear in the logarithms.
 
     Below the smallest size the time is flat, above the largest it grows with the size. Rows from the running step
-    are preferred: a back-to-back sweep gives the form, scaled by what the step showed at the nearest sizes.
+    are preferred: a back-to-back sweep gives the form, scaled by what the step showed; `in_situ` says whether it did.
     """
 
     def __init__(self, rows: list[CollectiveRow]) -> None:
         sweep, situ = _points([r for r in rows if not r.in_situ]), _points([r for r in rows if r.in_situ])
         points = situ or sweep
+        self.in_situ = bool(situ)
         if situ and sweep:
             x, y = _arrays(sweep)
             factor = median(time / _interpolate(x, y, size) for size, time in situ.items())

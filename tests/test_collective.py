@@ -21,7 +21,9 @@ from llmprof.schema.priors import LinkPrior, load_priors
 from llmprof.schema.profile import CollectiveRow, Manifest, Profile
 
 LINK = LinkLevel(name="wire", span=0, bandwidth_bytes_per_s=1e9, latency_s=1e-6)
-PRIOR = LinkPrior(bandwidth_efficiency=0.5, ramp_bytes=0, base_latency_us=0, spread=0.1, source="test")
+PRIOR = LinkPrior(
+    bandwidth_efficiency=0.5, ramp_bytes=0, base_latency_us=0, in_situ_us=0, spread=0.1, source="test"
+)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
 
 
@@ -70,7 +72,9 @@ def test_ring_and_tree_by_hand() -> None:
 
 
 def test_the_first_bytes_cost_twice_and_oversubscription_divides() -> None:
-    ramp = LinkPrior(bandwidth_efficiency=1.0, ramp_bytes=1000, base_latency_us=0, spread=0.1, source="test")
+    ramp = LinkPrior(
+        bandwidth_efficiency=1.0, ramp_bytes=1000, base_latency_us=0, in_situ_us=0, spread=0.1, source="test"
+    )
     thin = LinkLevel(name="w", span=0, bandwidth_bytes_per_s=1e9, latency_s=0, oversubscription=4.0)
     assert transfer_s(500, LINK, ramp) == pytest.approx(1000 / 1e9)
     assert transfer_s(5000, LINK, ramp) == pytest.approx(6000 / 1e9)
@@ -139,6 +143,13 @@ def test_rows_of_the_running_step_scale_the_sweep() -> None:
     table = prices(row(1000, 100.0, in_situ=False), row(100_000, 1000.0, in_situ=False), row(100_000, 2000.0))
     assert table.price("all_reduce", 100_000, 2, 2).time_s == pytest.approx(2000e-6)
     assert table.price("all_reduce", 1000, 2, 2).time_s == pytest.approx(200e-6)
+
+
+def test_a_sweep_alone_lacks_the_waiting_of_a_running_step() -> None:
+    found = prices(row(1000, 100.0, in_situ=False)).price("all_reduce", 1000, 2, 2)
+    assert found.kind == "interpolated"
+    assert found.time_s == pytest.approx(100e-6 + load_priors().link("gloo").in_situ_us * 1e-6)
+    assert found.spread >= 0.25
 
 
 def test_an_unmeasured_kind_costs_what_its_ranks_send() -> None:

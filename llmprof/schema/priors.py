@@ -33,6 +33,7 @@ class LinkPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bandwidth_efficiency: of the link's bandwidth, for large messages.
         ramp_bytes: the first bytes of a message, which cost twice.
         base_latency_us: of one call, beside the link's latency for each step.
+        in_situ_us: what a call in a running step costs beyond one in a back-to-back sweep (skew, wake-up).
         spread: standard deviation of the logarithm of the time.
         source: where the numbers come from.
     """
@@ -40,6 +41,7 @@ class LinkPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bandwidth_efficiency: float
     ramp_bytes: float
     base_latency_us: float
+    in_situ_us: float
     spread: float
     source: str
 
