@@ -28,6 +28,9 @@ from llmprof.schema.store import RunWriter
 logger = logging.getLogger("llmprof")
 T = TypeVar("T")
 
+RAW_TRACE = "trace.json.gz"
+"""Name of the Chrome trace that `trace=True` keeps in a rank's directory."""
+
 MARKING_REGIONS = ("evaluation", "checkpoint")
 """Names of regions that make their step one of that kind."""
 
@@ -73,13 +76,14 @@ class Capture:
         schedule = Schedule(
             wait=options.wait, warmup=options.warmup, active=options.active, repeat=options.repeat
         )
-        self.windows = Windows(schedule, self._make_recorder)
+        self.windows = Windows(schedule, self._make_recorder, export=self._export if options.trace else None)
         self.step_kind = ""
         self._implicit = implicit
         self._process = os.getpid()
         self._step = 0
         self._begin: Mark = self.clock.mark()
         self._kept_alive: list[object] = []
+        self._knows_inputs = False
         self._compiled = 0
         self._reserved = 0
         self._log: StepLog | None = None
@@ -247,18 +251,21 @@ class Capture:
     def _learn(self) -> None:
         """Watch more of the model, and note what it is once it is known."""
         self.taps.at_boundary()
-        main = self.taps.roots.main
-        if main is None or self.state.layout is not None:
+        roots, state = self.taps.roots, self.state
+        main = roots.main
+        if main is None or not roots.settled:
             return
-        state, inputs = self.state, self.taps.roots.inputs
-        parameter = next(main.parameters(), None)
-        state.device = "cuda" if parameter is not None and parameter.device.type == "cuda" else "cpu"
-        self.clock.device = state.device
-        if inputs.args is not None:
+        if state.layout is None:
+            parameter = next(main.parameters(), None)
+            state.device = "cuda" if parameter is not None and parameter.device.type == "cuda" else "cpu"
+            self.clock.device = state.device
+            state.precision = captured.compute_precision(main, None)
+            state.layout = captured.captured_layout(roots.owner or main, world_size=state.world_size)
+        if roots.inputs.args is not None and not self._knows_inputs:
+            self._knows_inputs = True
+            state.precision = captured.compute_precision(main, roots.inputs.autocast)
             if state.options.workload and state.rank == 0:
                 self._kept_alive = [main, self.taps.main_optimizer()]  # for the trace at the end
-            state.precision = captured.compute_precision(main, inputs.autocast)
-            state.layout = captured.captured_layout(main, world_size=state.world_size)
 
     def _move_window(self) -> None:
         if self.windows.closes_at(self._step):
@@ -283,9 +290,13 @@ class Capture:
         from llmprof.hooks.recorder import Recorder
 
         names = ModuleNames()
-        for root in self.taps.roots.modules:
+        for root in self.taps.roots.named:
             names.add(root)
         return Recorder(names, rank=self.state.rank, device=self.state.device)
+
+    def _export(self, profiler: torch.profiler.profile) -> None:
+        if self._writer is not None:
+            profiler.export_chrome_trace(str(self._writer.directory / RAW_TRACE))
 
     # At the end
 
@@ -313,12 +324,15 @@ class Capture:
         self._write_tables(status="partial")
         if trace_workload and self.state.rank == 0 and self.state.options.workload:
             self._never_raise(self._trace_workload)
+        elif self.state.rank == 0 and self.state.options.workload:
+            self.state.warnings.append("no workload was traced, because the loop ended with an exception")
         self._write_tables(status="complete")
         finish.write_mfu(self, self._scalars)
         if self._scalars is not None:
             self._scalars.close()
         directory = self.state.options.directory
-        logger.info("llmprof: %d steps captured; see: llmprof show %s", len(self.rows), directory)
+        if self.state.rank == 0:
+            logger.info("llmprof: %d steps captured; see: llmprof show %s", len(self.rows), directory)
 
     def _trace_workload(self) -> None:
         workload = tracing.trace(self)

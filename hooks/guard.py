@@ -7,6 +7,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
+import torch
+
+from llmprof.hooks.dynamo import run_as_is
+
 P = ParamSpec("P")
 
 MAX_ERRORS = 3
@@ -28,17 +32,18 @@ class Guard:
         self.disabled = False
 
     def wrap(self, function: Callable[P, None]) -> Callable[P, None]:
-        """The same function, which no longer raises."""
+        """The same function, which no longer raises, and does nothing while a graph is compiled."""
 
         @wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-            if self.disabled:
+            if torch.compiler.is_compiling() or self.disabled:
                 return
             try:
                 function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 (it would end the user's training step)
                 self.caught(error, where=getattr(function, "__name__", "a hook"))
 
+        run_as_is(guarded)
         return guarded
 
     def caught(self, error: Exception, *, where: str) -> None:

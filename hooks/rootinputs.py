@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from llmprof.hooks.dynamo import run_as_is
 from llmprof.hooks.guard import Guard
 from llmprof.hooks.inputs import FakeSpec
 
@@ -59,7 +60,8 @@ class RootInputs:
         """Record the next forward of `root`, then take the hook out."""
         if root is None or self._handle is not None or self.args is not None:
             return
-        self._handle = root.register_forward_pre_hook(_Once(guard.wrap(self._record)), with_kwargs=True)
+        run_as_is(_Once.__call__)
+        self._handle = root.register_forward_pre_hook(_Once(guard.wrap(self.record)), with_kwargs=True)
 
     def remove(self) -> None:
         """Take the hook out when it has not fired."""
@@ -75,8 +77,11 @@ class RootInputs:
             return None, None
         return (batch * seq if counts_tokens else None), batch
 
-    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Describe the arguments of a call, the first time."""
         self.remove()
+        if self.args is not None:
+            return
         self.args = tuple(_pytree.tree_map(self._describe, args))
         self.kwargs = dict(_pytree.tree_map(self._describe, kwargs))
         for device in ("cuda", "cpu"):
@@ -95,17 +100,13 @@ class RootInputs:
         return None
 
     def _batch_and_seq(self, leaves: Iterable[Any]) -> tuple[int, int, bool] | None:
-        """Size of the first matrix of integers, which counts tokens; else of the first tensor, which does not."""
+        """Size of the first integer tensor with a sequence, which counts tokens; else of the first tensor."""
         batch_dim, seq_dim = self._dims
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > batch_dim]
         for tensor in tensors:
-            if _is_integer(tensor) and tensor.dim() == 2 and seq_dim < 2:
+            if _is_integer(tensor) and tensor.dim() > seq_dim:
                 return tensor.shape[batch_dim], tensor.shape[seq_dim], True
-        if not tensors:
-            return None
-        first = tensors[0]
-        seq = first.shape[seq_dim] if first.dim() > max(2, seq_dim) else 1
-        return first.shape[batch_dim], seq, False
+        return (tensors[0].shape[batch_dim], 1, False) if tensors else None
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

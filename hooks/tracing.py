@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmprof.errors import LlmprofError
+from llmprof.hooks import captured
 
 if TYPE_CHECKING:
     from llmprof.hooks.capture import Capture
@@ -63,6 +64,8 @@ def make_request(capture: Capture) -> TraceRequest:
         precision=state.precision,
         batch_dim=options.batch_dim,
         seq_dim=options.seq_dim,
+        name=options.name or options.directory.name,
+        implementation="compile" if captured.compile_count() else "eager",
     )
 
 
@@ -70,8 +73,10 @@ def _why_not(capture: Capture) -> str:
     roots = capture.taps.roots
     if not capture.rows:
         return "no step was seen"
+    if roots.called_in_parts:
+        return f"the loop calls parts of {roots.called_in_parts}, not the module itself"
     if roots.main is None:
-        return "no module with parameters was seen running forward; the run was too short, or it is compiled whole"
+        return "no module with parameters was seen running forward (the run was too short?)"
     if roots.inputs.args is None:
         return f"the inputs of {type(roots.main).__name__} were not seen; the run was too short (4 steps are enough)"
     return ""

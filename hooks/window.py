@@ -62,9 +62,17 @@ class Windows:
     Args:
         schedule: when.
         make_recorder: called at the start of each window.
+        export: called with the stopped profiler of a recorder that has one, to keep its raw trace.
     """
 
-    def __init__(self, schedule: Schedule, make_recorder: Callable[[], StepRecorder]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        make_recorder: Callable[[], StepRecorder],
+        *,
+        export: Callable[[torch.profiler.profile], None] | None = None,
+    ) -> None:
+        self._export = export
         self._ahead = list(schedule.windows())
         self._warmup = schedule.warmup
         self._make_recorder = make_recorder
@@ -122,7 +130,10 @@ class Windows:
         self._ahead.pop(0)
         if recorder is None:
             return
+        profiler = getattr(recorder, "_profiler", None)
         recording = recorder.stop()
+        if self._export is not None and profiler is not None:
+            self._export(profiler)
         if step > self._first:
             self.recorded.append(RecordedWindow(steps=tuple(range(self._first, step)), recording=recording))
         else:

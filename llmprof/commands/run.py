@@ -80,7 +80,7 @@ def _report(args: argparse.Namespace, code: int, *, is_told: bool) -> None:
     except RunError as error:
         steps, status, problem = 0, "missing", str(error)
     else:
-        steps, status, problem = len(profile.steps), profile.manifest.status, ""
+        steps, status, problem = len({r.step for r in profile.steps}), profile.manifest.status, ""
     if args.json:
         print_json({"run": str(args.output), "exit_code": code, "status": status, "steps": steps})
     elif steps and not is_told:
