@@ -17,7 +17,7 @@ from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.groups import axis_groups, boundary_span
 from llmprof.extrapolate.layers import groups_optimizer, layer_segments
 from llmprof.extrapolate.machine import INTERFERENCE, Machine, Segment
-from llmprof.extrapolate.memory import MemoryForecast, forecast_memory
+from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import Plan, partition
 from llmprof.extrapolate.precision import choose_precision, precision_assumption
 from llmprof.extrapolate.request import check_supported, resolve_batch
@@ -69,6 +69,11 @@ class StageResult:
     calls: Calls
     spans: tuple[Span, ...]
 
+    @property
+    def busy_s(self) -> float:
+        """Nominal seconds in which it does not wait for other stages."""
+        return float(self.end_s[0]) - self.parts.get("bubble", 0.0) - self.parts.get("pp", 0.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
@@ -76,7 +81,8 @@ class Simulation:
 
     Attributes:
         step_s: time of the step in every draw, shape (1 + draws,).
-        parts: owners of the nominal step on the slowest stage; they sum to it.
+        parts: owners of the nominal step on the slowest stage (the one that waits least for others); they sum to
+            it, and waiting for others to end is part of the bubble.
         evidence: shares of measured, interpolated and assumed work on the slowest stage, summing to 1.
     """
 
@@ -111,17 +117,23 @@ def simulate_step(profile: Profile, layout: Layout, cluster: Cluster, request: R
     machine = _machine(profile, layout, cluster, request, same_device=same)
     programs = [list(SCHEDULES[layout.schedule](s, layout.pp, layout.accum)) for s in range(layout.pp)]
     stages = _run_stages(plan, machine, cluster, programs)
-    slowest = max(range(len(stages)), key=lambda s: float(stages[s].end_s[0]))
-    extra, extra_parts = _beyond_stages(profile, plan, machine, stages[slowest], same_device=same)
+    end = np.maximum.reduce([s.end_s for s in stages])
+    slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
+    extra, extra_parts = _beyond_stages(profile, plan, machine, float(end[0]), same_device=same)
+    parts = {**stages[slowest].parts, **extra_parts}
+    add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
+    capacity = Capacity(cluster=cluster, framework_bytes=measured_framework(profile) if same else None)
     return Simulation(
         plan=plan,
         machine=machine,
-        step_s=np.maximum.reduce([s.end_s for s in stages]) + extra,
-        parts={**stages[slowest].parts, **extra_parts},
+        step_s=end + extra,
+        parts=parts,
         evidence=_shares(stages[slowest], extra_parts),
         stages=stages,
         slowest=slowest,
-        memory=forecast_memory(plan, cluster, machine.factors, [in_flight(p) for p in programs]),
+        memory=forecast_memory(
+            plan, capacity, factors=machine.factors, in_flight=[in_flight(p) for p in programs]
+        ),
         assumptions=(batch_line, *_assumptions(plan, machine, seq_given=request.seq is not None)),
     )
 
@@ -203,13 +215,12 @@ def _end(stage: Stage, clock: StageClock) -> StageResult:
 
 
 def _beyond_stages(
-    profile: Profile, plan: Plan, machine: Machine, slowest: StageResult, *, same_device: bool
+    profile: Profile, plan: Plan, machine: Machine, nominal_s: float, *, same_device: bool
 ) -> tuple[Array, Parts]:
     """Time beyond the stages: waiting for input, and for the slowest of all ranks."""
-    nominal = float(slowest.end_s[0])
     wait = _input_s(profile, plan) if same_device else 0.0
     jitter = _jitter(profile) if same_device else ASSUMED_JITTER
-    late = nominal * jitter * expected_maximum(plan.layout.gpus)
+    late = nominal_s * jitter * expected_maximum(plan.layout.gpus)
     factors = machine.factors
     extra: Array = wait * factors.factor("input", 0.2) + late * factors.factor("straggler", JITTER_SPREAD)
     return extra, {"input": wait, "straggler": late}

@@ -12,10 +12,11 @@ from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors, interval
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.operators import ITEM_BYTES
+from llmprof.schema.profile import Profile
 
-FRAMEWORK_BYTES = {"cpu": 250e6, "cuda": 300e6, "rocm": 300e6}
-"""Process (CPU) or libraries' workspaces (GPU) beside the tensors: assumed. Driver and context are not in a
-device's usable memory to begin with."""
+FRAMEWORK_BYTES = {"cpu": 330e6, "cuda": 300e6, "rocm": 300e6}
+"""Process (CPU) or libraries' workspaces (GPU) beside the tensors: assumed where not measured. Driver and context
+are not in a device's usable memory to begin with."""
 COLLECTIVE_LIBRARY_BYTES = {"nccl": 400e6, "rccl": 400e6, "gloo": 20e6}
 """Buffers of the collective library when there is more than one rank: assumed."""
 SLACK = {"cpu": 0.02, "cuda": 0.06, "rocm": 0.06}
@@ -49,18 +50,38 @@ class MemoryForecast:
         return "tight" if self.p90 > self.usable or self.p50 > TIGHT_FRACTION * self.usable else "fits"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """The device that must hold it.
+
+    Attributes:
+        framework_bytes: measured bytes of the process beside its tensors, None when they are not known.
+    """
+
+    cluster: Cluster
+    framework_bytes: int | None = None
+
+
+def measured_framework(profile: Profile) -> int | None:
+    """Bytes of the process beside its tensors, as measured on one rank."""
+    sizes = [r.size_bytes for r in profile.memory if r.category == "framework"]
+    return max(sizes, default=None)
+
+
 def forecast_memory(
-    plan: Plan, cluster: Cluster, factors: Factors, in_flight: Sequence[int]
+    plan: Plan, capacity: Capacity, *, factors: Factors, in_flight: Sequence[int]
 ) -> MemoryForecast:
     """Memory of every stage.
 
     Args:
         in_flight: for each stage, the most microbatches whose activations are held at once.
     """
-    stages = tuple(stage_memory(plan, cluster, s, in_flight[s]) for s in range(len(plan.stages)))
+    stages = tuple(
+        stage_memory(plan, capacity, stage=s, in_flight=in_flight[s]) for s in range(len(plan.stages))
+    )
     draws = [_sample(categories, factors) for categories in stages]
     peak: Array = np.maximum.reduce(draws)
-    usable = cluster.device.usable_memory_bytes
+    usable = capacity.cluster.device.usable_memory_bytes
     found = interval(peak)
     sampled = peak[1:] if len(peak) > 1 else peak
     return MemoryForecast(
@@ -80,8 +101,9 @@ def _sample(categories: dict[str, int], factors: Factors) -> Array:
     return total
 
 
-def stage_memory(plan: Plan, cluster: Cluster, stage: int, in_flight: int) -> dict[str, int]:
+def stage_memory(plan: Plan, capacity: Capacity, *, stage: int, in_flight: int) -> dict[str, int]:
     """Nominal bytes by category on one rank of a stage; the peak is their sum."""
+    cluster = capacity.cluster
     kind = cluster.device.kind
     state = state_bytes(plan, stage)
     layers = [(plan.layers[name], count) for name, count in plan.stages[stage]]
@@ -90,6 +112,7 @@ def stage_memory(plan: Plan, cluster: Cluster, stage: int, in_flight: int) -> di
     if plan.layout.recompute == "full":
         temporary += max((layer.saved_bytes for layer, _ in layers if layer.kind == "block"), default=0)
     communication = buffer_bytes(plan, cluster, stage)
+    framework = capacity.framework_bytes or FRAMEWORK_BYTES.get(kind, 300e6)
     library = COLLECTIVE_LIBRARY_BYTES.get(cluster.backend, 0.0) if plan.layout.gpus > 1 else 0.0
     return {
         **state,
@@ -97,7 +120,7 @@ def stage_memory(plan: Plan, cluster: Cluster, stage: int, in_flight: int) -> di
         "temporary": temporary,
         "communication": communication,
         "slack": round(SLACK.get(kind, 0.05) * (activations + temporary + communication)),
-        "framework": round(FRAMEWORK_BYTES.get(kind, 300e6) + library),
+        "framework": round(framework + library),
     }
 
 

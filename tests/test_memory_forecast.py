@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmprof.extrapolate.memory import forecast_memory, stage_memory, state_bytes
+from llmprof.extrapolate.memory import Capacity, forecast_memory, stage_memory, state_bytes
 from llmprof.extrapolate.partition import Plan, partition
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.uncertainty import Factors
@@ -17,6 +17,7 @@ BLOCK = 2 * HIDDEN * WIDE
 EMBEDDING = VOCAB * HIDDEN
 TOTAL = 4 * BLOCK + 2 * EMBEDDING
 FLOAT32 = PrecisionRule(captured="float32", target="float32")
+CPU = Capacity(cluster=cpu_cluster())
 MIXED = PrecisionRule(captured="float32", target="bfloat16")
 
 
@@ -57,44 +58,45 @@ def test_mixed_precision_keeps_masters_with_the_optimizer() -> None:
 def test_activations_of_one_microbatch_by_hand() -> None:
     # a token keeps its index (8 bytes), and per block its input and two wide rows; the head its input, the loss its logits
     saved = 4 * 32 * (4 * (HIDDEN + 2 * WIDE) + HIDDEN + VOCAB) + 8 * 32
-    assert stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 1)["activations"] == saved
-    assert stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 3)["activations"] == 3 * saved
+    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=1)["activations"] == saved
+    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=3)["activations"] == 3 * saved
     kept = 4 * 32 * (4 * HIDDEN + HIDDEN + VOCAB) + 8 * 32
-    recomputed = stage_memory(plan_of("dp=1,recompute=full"), cpu_cluster(), 0, 1)
+    recomputed = stage_memory(plan_of("dp=1,recompute=full"), CPU, stage=0, in_flight=1)
     assert recomputed["activations"] == kept
 
 
 def test_recomputed_block_lives_while_it_is_redone() -> None:
-    plain = stage_memory(plan_of("dp=1"), cpu_cluster(), 0, 1)
-    again = stage_memory(plan_of("dp=1,recompute=full"), cpu_cluster(), 0, 1)
+    plain = stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=1)
+    again = stage_memory(plan_of("dp=1,recompute=full"), CPU, stage=0, in_flight=1)
     assert again["temporary"] - plain["temporary"] == 4 * 32 * (HIDDEN + 2 * WIDE)
 
 
 def test_buffers_of_data_parallelism() -> None:
-    cpu, gpu = cpu_cluster(), gpu_cluster()
-    assert stage_memory(plan_of("dp=1"), cpu, 0, 1)["communication"] == 0
-    assert stage_memory(plan_of("dp=2"), cpu, 0, 1)["communication"] == 4 * TOTAL
+    cpu, gpu = CPU, Capacity(cluster=gpu_cluster())
+    assert stage_memory(plan_of("dp=1"), cpu, stage=0, in_flight=1)["communication"] == 0
+    assert stage_memory(plan_of("dp=2"), cpu, stage=0, in_flight=1)["communication"] == 4 * TOTAL
     # gathered: the root (embedding and head) and one block, two where the next is fetched ahead; gradients of one block twice
-    serial = stage_memory(plan_of("dp=2,zero=3"), cpu, 0, 1)["communication"]
+    serial = stage_memory(plan_of("dp=2,zero=3"), cpu, stage=0, in_flight=1)["communication"]
     assert serial == 4 * 2 * EMBEDDING + 4 * BLOCK + 8 * BLOCK
-    ahead = stage_memory(plan_of("dp=2,zero=3"), gpu, 0, 1)["communication"]
+    ahead = stage_memory(plan_of("dp=2,zero=3"), gpu, stage=0, in_flight=1)["communication"]
     assert ahead == serial + 4 * BLOCK
 
 
 def test_stages_hold_what_their_schedule_keeps_in_flight() -> None:
     plan = plan_of("pp=2,accum=8")
     block = 4 * 32 * (HIDDEN + 2 * WIDE)
-    first = stage_memory(plan, cpu_cluster(), 0, 2)["activations"]
-    last = stage_memory(plan, cpu_cluster(), 1, 1)["activations"]
+    first = stage_memory(plan, CPU, stage=0, in_flight=2)["activations"]
+    last = stage_memory(plan, CPU, stage=1, in_flight=1)["activations"]
     assert first == 2 * (2 * block + 8 * 32)
     assert last == 2 * block + 4 * 32 * (HIDDEN + VOCAB)
 
 
 def test_verdicts() -> None:
-    needs = forecast_memory(plan_of("dp=1"), gpu_cluster(), Factors(draws=200), [1])
+    gpu = Capacity(cluster=gpu_cluster())
+    needs = forecast_memory(plan_of("dp=1"), gpu, factors=Factors(draws=200), in_flight=[1])
     for share, verdict in ((2.0, "fits"), (1.02, "tight"), (0.7, "oom")):
-        cluster = gpu_cluster(memory=int(needs.p50 * share))
-        found = forecast_memory(plan_of("dp=1"), cluster, Factors(draws=200), [1])
+        smaller = Capacity(cluster=gpu_cluster(memory=int(needs.p50 * share)))
+        found = forecast_memory(plan_of("dp=1"), smaller, factors=Factors(draws=200), in_flight=[1])
         assert found.verdict == verdict
         assert (found.oom_probability >= 0.5) is (verdict == "oom")
 
@@ -114,3 +116,9 @@ def test_more_sharding_never_needs_more_state(dp: int, zero: int, pp: int, mb: i
         )
     ]
     assert sizes[1] <= sizes[0] or zero == 0
+
+
+def test_measured_process_replaces_the_assumed_one() -> None:
+    measured = Capacity(cluster=cpu_cluster(), framework_bytes=123)
+    assert stage_memory(plan_of("dp=1"), measured, stage=0, in_flight=1)["framework"] == 123
+    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=1)["framework"] == 330_000_000

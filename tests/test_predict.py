@@ -204,7 +204,7 @@ def test_waiting_in_a_pipeline_shrinks_with_more_microbatches() -> None:
     shares = [share(accum) for accum in (1, 2, 4, 8, 16)]
     assert shares == sorted(shares, reverse=True)
     # with one microbatch the other stage works half of the time, the optimizer aside
-    assert 0.35 < shares[0] < 0.55 and shares[-1] < 0.2
+    assert 0.25 < shares[0] < 0.55 and shares[-1] < 0.2
 
 
 def test_more_ranks_wait_for_a_later_one() -> None:
