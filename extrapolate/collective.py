@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from math import ceil, inf, log2
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,13 @@ from llmprof.schema.profile import CollectiveRow, Profile
 POINT_TO_POINT = ("send", "recv")
 _SCALED_SPREAD = 0.25
 """Spread of a curve that was measured for another kind or group size, or back to back: assumed."""
+
+
+class Route(NamedTuple):
+    """A link level and what the collective library reaches of it."""
+
+    link: LinkLevel
+    prior: LinkPrior
 
 
 class CollectivePrices:
@@ -39,7 +47,7 @@ class CollectivePrices:
     ) -> None:
         self.cluster = cluster
         loaded = priors or load_priors()
-        self._priors = {k.name: loaded.link(cluster.backend, k.name) for k in cluster.links}
+        self._routes = {k.name: Route(k, loaded.link(cluster.backend, k.name)) for k in cluster.links}
         rows = [r for r in profile.collectives if _usable(r, cluster)] if same_device else []
         self._curves = _curves(rows)
         self._measured_level = self._level_of(profile)
@@ -95,7 +103,7 @@ class CollectivePrices:
             if self._curves:
                 return self._from_other_curve(kind, size_bytes, group_size, link)
         time_s = self._model(kind, size_bytes, group_size, span)
-        return OpPrice(time_s, self._priors[link.name].spread, "assumed", name)
+        return OpPrice(time_s, self._routes[link.name].prior.spread, "assumed", name)
 
     def _from_other_curve(self, kind: str, size_bytes: int, group_size: int, link: LinkLevel) -> OpPrice:
         """Price from a sweep, or from the curve of another group size or kind.
@@ -108,7 +116,7 @@ class CollectivePrices:
         source = min(
             self._curves, key=lambda c: (c[0] != kind, c[0] != "all_reduce", abs(c[1] - group_size), c)
         )
-        measured, prior = self._curves[source], self._priors[link.name]
+        measured, prior = self._curves[source], self._routes[link.name].prior
         equal = size_bytes * wire_share(kind, group_size) / wire_share(*source)
         waiting_s = 0.0 if measured.in_situ else prior.in_situ_us * 1e-6
         spread = min(MAX_SPREAD, measured.spread + _SCALED_SPREAD)
@@ -116,13 +124,12 @@ class CollectivePrices:
         return OpPrice(measured.at(equal) + waiting_s, spread, "interpolated", f"link:{link.name}", rows)
 
     def _model(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
-        link = self.level(max(span, 2))
-        prior = self._priors[link.name]
-        base_s = prior.base_latency_us * 1e-6
+        route = self._routes[self.level(max(span, 2)).name]
+        base_s = route.prior.base_latency_us * 1e-6
         if kind in POINT_TO_POINT:
-            return base_s + link.latency_s + transfer_s(size_bytes, link, prior)
+            return base_s + route.link.latency_s + transfer_s(size_bytes, route)
         kind = self._effective(kind)
-        flat = flat_time_s(kind, size_bytes, group_size, link, prior)
+        flat = flat_time_s(kind, size_bytes, group_size, route)
         return base_s + min(flat, self._hierarchical(kind, size_bytes, group_size, span))
 
     def _effective(self, kind: str) -> str:
@@ -144,13 +151,13 @@ class CollectivePrices:
         outside = ceil(group_size / inside)
         if inside < 2 or outside < 2:
             return inf
-        inner_prior, outer_prior = self._priors[inner.name], self._priors[outer.name]
+        rail, unit = self._routes[outer.name], self._routes[inner.name]
         if kind == "all_to_all":
-            leaving = size_bytes * (group_size - inside) // group_size
-            across = transfer_s(leaving, outer, outer_prior) + outer.latency_s * ceil(log2(group_size))
-            return max(across, transfer_s(size_bytes * inside // group_size, inner, inner_prior))
-        within = flat_time_s("all_gather", size_bytes, inside, inner, inner_prior)
-        across = flat_time_s(kind, size_bytes // inside, outside, outer, outer_prior)
+            leaving = transfer_s(size_bytes * (group_size - inside) // group_size, rail)
+            staying = transfer_s(size_bytes * inside // group_size, unit)
+            return max(leaving + outer.latency_s * ceil(log2(group_size)), staying)
+        within = flat_time_s("all_gather", size_bytes, inside, unit)
+        across = flat_time_s(kind, size_bytes // inside, outside, rail)
         return (2 if kind == "all_reduce" else 1) * within + across
 
 
@@ -172,30 +179,31 @@ def members_inside(group_size: int, span: int, level_span: int) -> int:
     return max(1, min(group_size, level_span // stride))
 
 
-def flat_time_s(kind: str, size_bytes: int, group_size: int, link: LinkLevel, prior: LinkPrior) -> float:
+def flat_time_s(kind: str, size_bytes: int, group_size: int, route: Route) -> float:
     """One algorithm on one level, without the base latency: ring, or tree where it is faster (seconds).
 
     Ring: n-1 steps of S/n for all_gather, reduce_scatter and all_to_all, twice that for all_reduce.
     Tree: 2 log2 n steps, the message sent up and down once.
     """
-    n, alpha, share = group_size, link.latency_s, (group_size - 1) / max(group_size, 1)
+    n, alpha, share = group_size, route.link.latency_s, (group_size - 1) / max(group_size, 1)
     if n <= 1:
         return 0.0
     if kind == "all_reduce":
-        ring = 2 * (n - 1) * alpha + transfer_s(2 * share * size_bytes, link, prior)
-        tree = 2 * ceil(log2(n)) * alpha + transfer_s(2 * size_bytes, link, prior)
+        ring = 2 * (n - 1) * alpha + transfer_s(2 * share * size_bytes, route)
+        tree = 2 * ceil(log2(n)) * alpha + transfer_s(2 * size_bytes, route)
         return min(ring, tree)
     if kind == "broadcast":
-        return ceil(log2(n)) * alpha + transfer_s(size_bytes, link, prior)
+        return ceil(log2(n)) * alpha + transfer_s(size_bytes, route)
     if kind == "barrier":
         return 2 * ceil(log2(n)) * alpha
     if kind == "all_to_all":
-        return alpha * min(n - 1, ceil(log2(n)) + 1) + transfer_s(share * size_bytes, link, prior)
-    return (n - 1) * alpha + transfer_s(share * size_bytes, link, prior)
+        return alpha * min(n - 1, ceil(log2(n)) + 1) + transfer_s(share * size_bytes, route)
+    return (n - 1) * alpha + transfer_s(share * size_bytes, route)
 
 
-def transfer_s(wire_bytes: float, link: LinkLevel, prior: LinkPrior) -> float:
+def transfer_s(wire_bytes: float, route: Route) -> float:
     """Seconds to move what each rank sends. The first `ramp_bytes` cost twice: pipelines fill, protocols are small."""
+    link, prior = route
     bandwidth = link.bandwidth_bytes_per_s / link.oversubscription * prior.bandwidth_efficiency
     return (wire_bytes + min(wire_bytes, prior.ramp_bytes)) / bandwidth
 

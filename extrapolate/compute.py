@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.measured import LONE_SPREAD, Estimate, MeasuredOperators, Work
+from llmprof.extrapolate.measured import LONE_SPREAD, MeasuredOperators, Work
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
     MATMUL_FAMILIES,
@@ -147,7 +147,9 @@ class OperatorPrices:
         shapes = format_shapes(inputs)
         exact = self._measured.exact(op, shapes, dtype, attributes)
         if exact is not None:
-            return _from_rows(exact, op, shapes, dtype, kind, gap_s)
+            # without shapes (a fill, say) other sizes cannot be told apart
+            evidence, spread = ("measured", exact.spread) if shapes else ("interpolated", LONE_SPREAD)
+            return OpPrice(exact.time_s, spread, evidence, kind, (f"{op} {shapes} {dtype}",), gap_s)
         matmul = kind in MATMUL_FAMILIES
         near = self._measured.interpolate(
             op, kind, dtype, Work(flops(op, inputs, (), attributes) if matmul else 0, bytes_moved(op, inputs))
@@ -170,15 +172,6 @@ class OperatorPrices:
         if work.flops:
             compute_s = work.flops / (prior.flops_efficiency * peak_flops(self.device, dtype))
         return floor_s + max(compute_s, memory_s), prior.spread
-
-
-def _from_rows(found: Estimate, op: str, shapes: str, dtype: str, family: str, host_s: float) -> OpPrice:
-    """A measured price; without shapes (a fill, say) other sizes cannot be told apart, so it is interpolated."""
-    if shapes:
-        return OpPrice(found.time_s, found.spread, "measured", family, (f"{op} {shapes} {dtype}",), host_s)
-    return OpPrice(
-        found.time_s, max(found.spread, LONE_SPREAD), "interpolated", family, (f"{op} {dtype}",), host_s
-    )
 
 
 def peak_flops(device: Device, dtype: str) -> float:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llmprof.extrapolate.collective import (
     CollectivePrices,
+    Route,
     flat_time_s,
     members_inside,
     transfer_s,
@@ -63,12 +64,18 @@ def catalogue(name: str = "8xH100-SXM") -> CollectivePrices:
 def test_ring_and_tree_by_hand() -> None:
     # large: 2 (n-1)/n S / (0.5 GB/s) + 6 steps; small: 2 log2(4) steps of the tree beat the ring's 6
     large = 100_000_000
-    assert flat_time_s("all_reduce", large, 4, LINK, PRIOR) == pytest.approx(1.5 * large / 0.5e9 + 6e-6)
-    assert flat_time_s("all_reduce", 8, 4, LINK, PRIOR) == pytest.approx(2 * 8 / 0.5e9 + 4e-6)
-    assert flat_time_s("all_gather", large, 4, LINK, PRIOR) == pytest.approx(0.75 * large / 0.5e9 + 3e-6)
-    assert flat_time_s("reduce_scatter", large, 4, LINK, PRIOR) == pytest.approx(0.75 * large / 0.5e9 + 3e-6)
-    assert flat_time_s("broadcast", large, 4, LINK, PRIOR) == pytest.approx(large / 0.5e9 + 2e-6)
-    assert flat_time_s("all_reduce", large, 1, LINK, PRIOR) == 0.0
+    assert flat_time_s("all_reduce", large, 4, Route(LINK, PRIOR)) == pytest.approx(
+        1.5 * large / 0.5e9 + 6e-6
+    )
+    assert flat_time_s("all_reduce", 8, 4, Route(LINK, PRIOR)) == pytest.approx(2 * 8 / 0.5e9 + 4e-6)
+    assert flat_time_s("all_gather", large, 4, Route(LINK, PRIOR)) == pytest.approx(
+        0.75 * large / 0.5e9 + 3e-6
+    )
+    assert flat_time_s("reduce_scatter", large, 4, Route(LINK, PRIOR)) == pytest.approx(
+        0.75 * large / 0.5e9 + 3e-6
+    )
+    assert flat_time_s("broadcast", large, 4, Route(LINK, PRIOR)) == pytest.approx(large / 0.5e9 + 2e-6)
+    assert flat_time_s("all_reduce", large, 1, Route(LINK, PRIOR)) == 0.0
 
 
 def test_the_first_bytes_cost_twice_and_oversubscription_divides() -> None:
@@ -76,9 +83,9 @@ def test_the_first_bytes_cost_twice_and_oversubscription_divides() -> None:
         bandwidth_efficiency=1.0, ramp_bytes=1000, base_latency_us=0, in_situ_us=0, spread=0.1, source="test"
     )
     thin = LinkLevel(name="w", span=0, bandwidth_bytes_per_s=1e9, latency_s=0, oversubscription=4.0)
-    assert transfer_s(500, LINK, ramp) == pytest.approx(1000 / 1e9)
-    assert transfer_s(5000, LINK, ramp) == pytest.approx(6000 / 1e9)
-    assert transfer_s(5000, thin, ramp) == pytest.approx(4 * 6000 / 1e9)
+    assert transfer_s(500, Route(LINK, ramp)) == pytest.approx(1000 / 1e9)
+    assert transfer_s(5000, Route(LINK, ramp)) == pytest.approx(6000 / 1e9)
+    assert transfer_s(5000, Route(thin, ramp)) == pytest.approx(4 * 6000 / 1e9)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +111,11 @@ def test_hierarchical_all_reduce_by_hand() -> None:
     nvlink, fabric = load_cluster("8xH100-SXM").links
     inner, outer = priors.link("nccl", "nvlink"), priors.link("nccl", "infiniband")
     size = 800_000_000
-    within = 2 * (7 * 1.9e-6 + transfer_s(7 / 8 * size, nvlink, inner))
-    across = 14 * 4e-6 + transfer_s(2 * 7 / 8 * size / 8, fabric, outer)
+    within = 2 * (7 * 1.9e-6 + transfer_s(7 / 8 * size, Route(nvlink, inner)))
+    across = 14 * 4e-6 + transfer_s(2 * 7 / 8 * size / 8, Route(fabric, outer))
     expected = outer.base_latency_us * 1e-6 + within + across
     assert catalogue().price("all_reduce", size, 64, 64).time_s == pytest.approx(expected)
-    flat = flat_time_s("all_reduce", size, 64, fabric, outer)
+    flat = flat_time_s("all_reduce", size, 64, Route(fabric, outer))
     assert expected < flat
 
 
@@ -119,7 +126,7 @@ def test_all_to_all_sends_only_what_leaves_over_the_fabric() -> None:
     size = 100_000_000
     found = table.price("all_to_all", size, 16, 16).time_s
     assert found == pytest.approx(
-        outer.base_latency_us * 1e-6 + transfer_s(size / 2, fabric, outer) + 4 * 4e-6
+        outer.base_latency_us * 1e-6 + transfer_s(size / 2, Route(fabric, outer)) + 4 * 4e-6
     )
 
 
