@@ -1,0 +1,381 @@
+"""Windows of real single-process training loops: counts, FLOPs, phases and owners, computed by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from llmprof.hooks import private
+from llmprof.hooks.modules import ModuleNames
+from llmprof.hooks.recorder import Recorder, Recording
+from llmprof.schema.profile import PHASES
+from tests.models import TinyLlama, cross_entropy
+from tests.recording import STEPS, calls, flops, record, recorder_of, rows
+
+LAYERS = 2
+LINEARS = 7 * LAYERS + 1  # wq, wk, wv, wo, gate, up, down; the head
+MATMUL_PARAMETERS = LAYERS * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176) + 256 * 64
+SEQ = 32
+
+
+class Checkpointed(TinyLlama):
+    """The decoder with every block recomputed in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, cos, sin, use_reentrant=self.reentrant)
+        return self.out(self.norm(x))
+
+
+class Loop:
+    """A training loop of one step."""
+
+    def __init__(self, model: nn.Module, *, batch: int = 3, clip: bool = False, accum: int = 1) -> None:
+        torch.manual_seed(0)
+        self.model = model
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        self.tokens = torch.randint(0, 256, (batch, SEQ))
+        self.clip, self.accum = clip, accum
+        self.losses: list[float] = []
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(self.accum):
+            loss = cross_entropy(self.model(self.tokens), self.tokens)
+            loss.backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+
+def decoder_recording(batch: int = 3, **options: Any) -> Recording:
+    model = TinyLlama(layers=LAYERS, **options)
+    return record(Loop(model, batch=batch), model)
+
+
+@pytest.mark.parametrize("batch", [3, 2], ids=["96 tokens", "as many tokens as features"])
+def test_matmuls_flops_and_phases_of_a_decoder(batch: int) -> None:
+    recording = decoder_recording(batch)
+    for phase in ("forward", "backward_input", "backward_weight"):
+        assert calls(rows(recording, "mm", phase=phase)) == LINEARS, phase
+    tokens = batch * SEQ
+    assert flops(rows(recording, "mm")) == 6 * MATMUL_PARAMETERS * tokens
+    attention_rows = [row for row in recording.operators if row.family == "attention"]
+    # causal: half of two matmuls of 2 b h s s d forward, 2.5 times that backward
+    forward = 2 * batch * 8 * SEQ * SEQ * 8 * LAYERS
+    assert flops(attention_rows) == forward + forward * 5 / 2
+    assert {row.attributes for row in attention_rows} == {"causal"}
+    assert {row.phase for row in attention_rows} == {"forward", "backward_input"}
+
+
+def test_every_matmul_belongs_to_its_linear_with_its_shapes() -> None:
+    recording = decoder_recording()
+    by_module = defaultdict(set)
+    for row in rows(recording, "mm"):
+        by_module[row.module].add((row.phase, row.shapes))
+        assert row.count == 1 and row.time_n == STEPS and row.dtype == "float32"
+    linears = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
+    linears += ["feed_forward.gate", "feed_forward.up", "feed_forward.down"]
+    assert set(by_module) == {f"layers.{i}.{name}" for i in range(LAYERS) for name in linears} | {"out"}
+    assert by_module["layers.1.feed_forward.down"] == {
+        ("forward", "96x176,176x64"),
+        ("backward_input", "96x64,64x176"),
+        ("backward_weight", "64x96,96x176"),
+    }
+    assert {row.module for row in rows(recording, "embedding", "embedding_dense_backward")} == {"tok"}
+    assert rows(recording, "embedding_dense_backward")[0].phase == "backward_weight"
+    assert {row.module for row in rows(recording, "silu", "silu_backward")} == {
+        f"layers.{i}.feed_forward" for i in range(LAYERS)
+    }
+
+
+def test_phases_partition_each_step_and_operators_make_up_their_phases() -> None:
+    recording = decoder_recording()
+    assert [number for number, _ in recording.steps] == [5, 6]
+    for number, duration_us in recording.steps:
+        found = {row.phase: row.exclusive_us for row in recording.phases if row.step == number}
+        assert set(found) == set(PHASES)
+        assert sum(found.values()) == pytest.approx(duration_us, rel=1e-6)
+    for phase in ("forward", "recompute", "backward_input", "backward_weight", "optimizer", "other"):
+        of_rows = sum(row.exclusive_us for row in rows(recording, phase=phase))
+        per_step = sum(row.exclusive_us for row in recording.phases if row.phase == phase) / STEPS
+        assert of_rows == pytest.approx(per_step, rel=1e-6, abs=1e-6)
+
+
+def test_attribution_reaches_the_innermost_modules() -> None:
+    recording = decoder_recording()
+    assert recording.warnings == ()
+    assert recording.attributed_fraction is not None and recording.attributed_fraction >= 0.97
+    assert recording.root_fraction is not None and 0 < recording.root_fraction < 0.5
+    outside = {row.op for row in recording.outside_rows}
+    assert {"aten::_log_softmax", "aten::nll_loss_forward", "aten::nll_loss_backward"} <= outside
+    assert "aten::mm" not in outside
+    assert all(row.module == "" and row in recording.operators for row in recording.outside_rows)
+    assert {row.module for row in rows(recording, phase="optimizer")} == {"optimizer"}
+
+
+def test_tied_weights_keep_both_uses_apart() -> None:
+    recording = decoder_recording(tied=True)
+    assert {row.module for row in rows(recording, "embedding_dense_backward")} == {"tok"}
+    assert {row.module for row in rows(recording, "mm") if "256" in row.shapes} == {"out"}
+    assert calls(rows(recording, "mm", phase="backward_weight")) == LINEARS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_recompute(reentrant: bool) -> None:
+    model = Checkpointed(layers=LAYERS)
+    model.reentrant = reentrant
+    recording = record(Loop(model), model)
+    # A non-reentrant checkpoint stops once it has every tensor: the last matmul of a block need not run again.
+    expected = {False: {6 * LAYERS, 7 * LAYERS}, True: {7 * LAYERS}}[reentrant]
+    assert calls(rows(recording, "mm", phase="recompute")) in expected
+    for phase in ("forward", "backward_input", "backward_weight"):
+        assert calls(rows(recording, "mm", phase=phase)) == LINEARS
+    again = {row.module for row in rows(recording, "mm", phase="recompute")}
+    assert again <= {row.module for row in rows(recording, "mm", phase="forward")} - {"out"}
+    assert recording.attributed_fraction is not None and recording.attributed_fraction >= 0.97
+
+
+def test_a_checkpointed_function_is_recompute_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(lambda z: torch.sigmoid(z).exp(), self.fc(x), use_reentrant=False)
+            return y
+
+    model, x = Model(), torch.randn(4, 8)
+    recording = record(lambda: model(x).sum().backward(), model)
+    assert calls(rows(recording, "sigmoid", phase="forward")) == 1
+    assert calls(rows(recording, "sigmoid", phase="recompute")) == 1
+    assert calls(rows(recording, "sigmoid_backward", phase="backward_input")) == 1
+
+
+def test_a_gradient_penalty_is_no_recomputation() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def step() -> None:
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.pow(2).sum().backward()
+
+    recording = record(step, model)
+    assert rows(recording, phase="recompute") == []
+    assert calls(rows(recording, "tanh_backward")) >= 1
+
+
+def test_frozen_parameters_in_place_operators_and_accumulation() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8))
+    model[0].requires_grad_(False)
+    x = torch.randn(12, 8)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            model(x).pow(2).sum().backward()
+        optimizer.step()
+
+    recording = record(step, model)
+    assert calls(rows(recording, "addmm", phase="forward")) == 6
+    weight = rows(recording, "mm", phase="backward_weight")
+    assert [(row.module, row.count) for row in weight] == [("2", 3)]
+    assert rows(recording, "mm", phase="backward_input") == []  # nothing below needs a gradient
+    accumulated = rows(recording, "add_", phase="backward_weight", module="2")
+    assert calls(accumulated) == 2 * 2  # weight and bias, from the second microbatch on
+
+
+def test_clipping_is_the_optimizers_and_logging_is_other() -> None:
+    model = TinyLlama(layers=1)
+    recording = record(Loop(model, clip=True), model)
+    assert calls(rows(recording, "_foreach_norm", phase="optimizer", module="optimizer")) >= 1
+    assert calls(rows(recording, "_local_scalar_dense", phase="other")) == 1
+
+
+def test_a_loss_module_is_outside_the_model() -> None:
+    model, criterion = nn.Linear(8, 4), nn.CrossEntropyLoss()
+    x, y = torch.randn(6, 8), torch.zeros(6, dtype=torch.long)
+    recording = record(lambda: criterion(model(x), y).backward(), model, criterion)
+    outside = {row.op: row.module for row in recording.outside_rows}
+    assert outside["aten::_log_softmax"] == "CrossEntropyLoss"
+    assert outside["aten::_log_softmax_backward_data"] == "CrossEntropyLoss"
+    assert "aten::addmm" not in outside
+
+
+def test_waiting_for_data_is_input() -> None:
+    model = nn.Linear(8, 4)
+    batches = iter(DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
+    recording = record(lambda: model(next(batches)[0]).sum().backward(), model)
+    assert {row.module for row in rows(recording, "stack")} == {"input"}
+    by_phase = Counter[str]()
+    for row in recording.phases:
+        by_phase[row.phase] += row.exclusive_us
+    loaded = sum(row.exclusive_us for row in rows(recording, phase="input")) * STEPS
+    assert by_phase["input"] > loaded > 0
+
+
+def test_an_exception_reaches_the_user_and_leaves_no_scope_open() -> None:
+    class Fragile(nn.Module):
+        fail = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            if self.fail:
+                raise ValueError("bad batch")
+            return y.tanh()
+
+    model = nn.Sequential(Fragile(), nn.Linear(8, 2))
+    x = torch.randn(4, 8)
+    recorder = recorder_of(model)
+    recorder.start()
+    recorder.mark_step(0)
+    model[0].fail = True
+    with pytest.raises(ValueError, match="bad batch"):
+        model(x)
+    model[0].fail = False
+    x.sigmoid()
+    model(x).sum().backward()
+    recorder.mark_step(1)
+    recording = recorder.stop()
+    assert {row.module for row in rows(recording, "sigmoid")} == {""}
+    assert {(row.module, row.count) for row in rows(recording, "addmm")} == {("0.inner", 2), ("1", 1)}
+
+
+def test_hook_errors_are_counted_and_never_reach_the_model() -> None:
+    class Broken(ModuleNames):
+        def label(self, module: nn.Module) -> tuple[str, bool]:
+            raise KeyError(type(module).__name__)
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    recorder = Recorder(Broken(), rank=0, device="cpu")
+    recorder.start()
+    recorder.mark_step(0)
+    expected = model(x)
+    recorder.mark_step(1)
+    recording = recorder.stop()
+    assert torch.equal(expected, model(x))
+    assert recording.warnings == ("module hooks failed 3 times, the first time with KeyError: 'Sequential'",)
+    assert calls(rows(recording, "addmm")) == 3
+
+
+def test_training_is_bit_identical_and_the_users_hooks_stay() -> None:
+    def losses(recorded: bool) -> list[float]:
+        torch.manual_seed(1)
+        model = TinyLlama(layers=1)
+        loop = Loop(model)
+        if recorded:
+            record(loop, model)
+        else:
+            for _ in range(1 + STEPS):
+                loop()
+        return loop.losses
+
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda m, a: seen.append(type(m).__name__))
+    try:
+        assert losses(True) == losses(False)
+        assert seen.count("TinyLlama") == 2 * (1 + STEPS)
+    finally:
+        handle.remove()
+    hooks = nn.modules.module
+    assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
+    assert not hooks._global_forward_hooks_always_called
+
+
+def test_nothing_is_kept_alive_after_the_window() -> None:
+    model = TinyLlama(layers=1)
+    names = ModuleNames()
+    names.add(model)
+    recorder = Recorder(names, rank=0, device="cpu")
+    recorder.start()
+    recorder.mark_step(0)
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    recorder.mark_step(1)
+    recorder.stop()
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_window_inside_another_profiler_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert private.profiler_active()
+        recorder = recorder_of(model)
+        recorder.start()
+        recorder.mark_step(0)
+        model(x)
+        recording = recorder.stop()
+    assert not recorder.active and recording.operators == ()
+    assert "another torch profiler" in recording.warnings[0]
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert not private.profiler_active()
+
+
+def test_windows_without_a_step_or_a_start_say_so() -> None:
+    assert recorder_of().stop() == Recording()
+    recorder = recorder_of()
+    recorder.start()
+    assert recorder.active
+    recording = recorder.stop()
+    assert recording.warnings == ("no operators recorded: the window holds no complete step",)
+
+
+def test_spans_show_the_median_step_and_point_at_their_rows() -> None:
+    recording = decoder_recording()
+    durations = dict(recording.steps)
+    limit = max(durations.values())
+    assert recording.spans
+    for span in recording.spans:
+        assert span.stream == "main" and span.table == "operators"
+        assert recording.operators[span.row].op == span.name
+        assert 0 <= span.start_us <= limit
+    assert len(recording.spans) == sum(row.count for row in recording.operators)
+
+
+def test_host_rows_hold_the_dispatch_cost() -> None:
+    found = {row.name: row for row in decoder_recording().host}
+    assert found["dispatch_us_per_operator"].n == STEPS
+    assert found["dispatch_us_per_operator"].value > 0
+    assert found["profiler_stop_us"].value > 0
+    assert "dtensor_dispatch_us_per_op" not in found
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_window_breaks_no_graph_and_compiles_nothing() -> None:
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    model = TinyLlama(layers=LAYERS)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loop = Loop(compiled)  # type: ignore[arg-type]
+    loop()
+    frames = dict(counters["frames"])
+    recording = record(loop, model)
+    assert dict(counters["frames"]) == frames and not counters["graph_break"]
+    assert len(loop.losses) == 2 + STEPS
+    assert any("compiled regions are opaque" in warning for warning in recording.warnings)
+    assert calls(rows(recording, "mm")) == 3 * LINEARS
+    assert not any(row.attributed for row in rows(recording, "mm"))
+    assert recording.attributed_fraction is not None and recording.attributed_fraction < 0.97
