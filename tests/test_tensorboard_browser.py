@@ -258,6 +258,10 @@ def test_hostile_reports_give_a_message_not_a_blank_page(browser: Browser, tmp_p
             _select(browser, name)
             text = browser.evaluate('document.querySelector("main").innerText.trim()')
             assert len(text) > 20, name
+            browser.evaluate(
+                'document.querySelectorAll("main button, tr.has-detail").forEach(b => b.click())'
+            )
+            text = browser.evaluate('document.querySelector("main").innerText')
             assert (
                 browser.evaluate('document.querySelectorAll("main img, main script, main iframe").length')
                 == 0

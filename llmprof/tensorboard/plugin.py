@@ -29,6 +29,7 @@ _FILES = {
     "/charts.js": _JAVASCRIPT,
     "/dom.js": _JAVASCRIPT,
     "/forecast.js": _JAVASCRIPT,
+    "/forecast_detail.js": _JAVASCRIPT,
     "/forecast_table.js": _JAVASCRIPT,
     "/format.js": _JAVASCRIPT,
     "/measured.js": _JAVASCRIPT,
@@ -37,6 +38,7 @@ _FILES = {
     "/scaling.js": _JAVASCRIPT,
     "/table.js": _JAVASCRIPT,
     "/theme.js": _JAVASCRIPT,
+    "/parts.css": "text/css",
     "/style.css": "text/css",
     "/vendor/echarts.esm.min.js": _JAVASCRIPT,
 }

@@ -1,7 +1,7 @@
 // Mounts ECharts on cards: one theme, tooltips made of DOM nodes, redrawn when the size or the mode changes.
 
 import * as echarts from "./vendor/echarts.esm.min.js";
-import { el, swatch } from "./dom.js";
+import { el, message, swatch } from "./dom.js";
 import { short } from "./format.js";
 import { color } from "./theme.js";
 
@@ -18,40 +18,42 @@ export function chart(height, option, label) {
     "aria-label": label,
     style: { height: `${height}px` },
   });
-  const entry = {
-    node,
-    redraw: () => {
-      if (!node.isConnected) return;
-      node.llmprofChart ??= echarts.init(node, null, { renderer: "svg" });
-      const next = option();
-      if (next.height) node.style.setProperty("height", `${next.height}px`);
-      node.llmprofChart.resize();
-      node.llmprofChart.setOption({ ...base(), ...next.option }, { notMerge: true });
-    },
-  };
+  const entry = { node, redraw: () => redraw(node, option) };
   live.add(entry);
   return entry;
+}
+
+function redraw(node, option) {
+  if (!node.isConnected) return;
+  try {
+    const next = option();
+    if (!node.llmprofChart) {
+      node.replaceChildren();
+      node.llmprofChart = echarts.init(node, null, { renderer: "svg" });
+    }
+    if (next.height) node.style.setProperty("height", `${next.height}px`);
+    node.llmprofChart.resize();
+    node.llmprofChart.setOption({ ...base(), ...next.option }, { notMerge: true });
+  } catch (error) {
+    node.llmprofChart?.dispose();
+    node.llmprofChart = null;
+    node.replaceChildren(
+      message("This chart cannot be drawn.", String(error?.message ?? error).slice(0, 300)),
+    );
+  }
 }
 
 /** Draws every chart that is on the page and forgets those that are not. */
 export function drawAll() {
   for (const entry of live) {
-    if (!entry.node.isConnected) {
+    if (entry.node.isConnected) {
+      entry.redraw();
+      resizer.observe(entry.node);
+    } else {
       resizer.unobserve(entry.node);
       entry.node.llmprofChart?.dispose();
       live.delete(entry);
-      continue;
     }
-    try {
-      entry.redraw();
-    } catch (error) {
-      entry.node.replaceChildren(
-        el("p", { class: "message" }, `This chart cannot be drawn: ${error.message}`),
-      );
-      live.delete(entry);
-      continue;
-    }
-    resizer.observe(entry.node);
   }
 }
 

@@ -69,19 +69,29 @@ export function message(title, text, hint = "") {
   );
 }
 
-/** Builds a part; when the data is not what it should be, a message stands there instead of the part. */
+function fault(error) {
+  const reason = String(error?.message ?? error).slice(0, 300);
+  return message(
+    "This part cannot be drawn.",
+    reason,
+    "The report is damaged or was written by another version.",
+  );
+}
+
+/** Builds a node; when the data is not what it should be, a message stands in its place. */
+export function safely(build) {
+  try {
+    return build();
+  } catch (error) {
+    return fault(error);
+  }
+}
+
+/** Builds a part of the page; when the data is not what it should be, a card with a message stands in its place. */
 export function guarded(title, build) {
   try {
     return build();
   } catch (error) {
-    return card(
-      title,
-      {},
-      message(
-        "This part cannot be drawn.",
-        String(error?.message ?? error).slice(0, 300),
-        "The report is damaged or was written by another version.",
-      ),
-    );
+    return card(title, {}, fault(error));
   }
 }

@@ -104,6 +104,7 @@ export function forecastSection(report) {
         wide: true,
         hint: "Click a row for its assumptions, baselines, energy and cost; click a head to sort.",
       },
+      estimateNote(forecasts),
       table,
     ),
     card(
@@ -156,7 +157,21 @@ export function forecastSection(report) {
   ];
 }
 
-export function partName(name) {
+/** Says first what a reader must know first: that prices come from the spec sheet. */
+function estimateNote(forecasts) {
+  const assumed = forecasts.filter((f) => f.assumed_fraction > 0.5).length;
+  if (assumed === 0) return null;
+  const which =
+    assumed === forecasts.length ? "These forecasts are" : `${assumed} of ${forecasts.length} forecasts are`;
+  return el(
+    "p",
+    { class: "estimate" },
+    el("b", {}, "Spec-sheet estimate. "),
+    `${which} mostly assumed, not measured: capture on the device you ask about to narrow the interval.`,
+  );
+}
+
+function partName(name) {
   return ["tp", "cp", "ep", "dp", "pp"].includes(name) ? `${name} communication` : words(name);
 }
 

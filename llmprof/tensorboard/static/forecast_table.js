@@ -1,31 +1,11 @@
-// The forecasts as a table; each row opens to everything that stands beside the answer.
+// The forecasts as a table; each row opens to its detail.
 
-import { el, swatch } from "./dom.js";
-import {
-  bytes,
-  count,
-  digits,
-  isNumber,
-  list,
-  numbers,
-  percent,
-  plain,
-  range,
-  seconds,
-  text,
-  tokensPerS,
-  words,
-} from "./format.js";
+import { el } from "./dom.js";
+import { detail, SOURCES } from "./forecast_detail.js";
+import { bytes, count, digits, isNumber, percent, plain, range, seconds, text } from "./format.js";
 import { sortableTable } from "./table.js";
-import { colorOf } from "./theme.js";
 
 const VERDICTS = { fits: "good", tight: "warn", oom: "bad" };
-const SOURCES = [
-  ["measured_fraction", "measured", "#2e9e6b"],
-  ["interpolated_fraction", "interpolated", "#4c8dff"],
-  ["assumed_fraction", "assumed", "#f0a33e"],
-];
-
 function two(main, below) {
   return el("div", { class: "two" }, el("span", {}, main), el("small", { class: "muted" }, below));
 }
@@ -105,7 +85,8 @@ const COLUMNS = [
     label: "Peak memory",
     numeric: true,
     value: (f) => f.peak_memory_bytes?.p50,
-    cell: (f) => two(bytes(f.peak_memory_bytes?.p50), `p90 ${bytes(f.peak_memory_bytes?.p90)}`),
+    cell: (f) => two(bytes(f.peak_memory_bytes?.p50), `p90 ${bytes(f.peak_memory_bytes?.p90)}${ofUsable(f)}`),
+    title: "median and p90 of the fullest rank; the share is of the usable memory of a GPU",
   },
   { label: "Fits", value: (f) => f.oom_probability, cell: verdict },
   {
@@ -123,81 +104,14 @@ const COLUMNS = [
   },
 ];
 
+function ofUsable(f) {
+  const share = f.peak_memory_bytes?.p90 / f.usable_memory_bytes;
+  return isNumber(share) && share > 0 ? `, ${percent(share)}` : "";
+}
+
 function layoutNote(f) {
   const batch = isNumber(f.global_batch) ? `global batch ${count(f.global_batch)}` : "global batch not known";
   return isNumber(f.assumed_fraction) && f.assumed_fraction > 0.5 ? `${batch} · spec-sheet estimate` : batch;
-}
-
-function facts(pairs) {
-  return el(
-    "dl",
-    { class: "facts" },
-    pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
-  );
-}
-
-function detail(f) {
-  const total = numbers(f.breakdown_s).reduce((all, [, v]) => all + v, 0);
-  const assumptions = list(f.assumptions).filter((a) => typeof a === "string");
-  const cost = f.cost
-    ? `${isNumber(f.cost.per_step) ? digits(f.cost.per_step) : "not known"} ${text(f.cost.currency, "")} per step`
-    : "not known";
-  return el(
-    "div",
-    { class: "detail-grid" },
-    el(
-      "div",
-      {},
-      el("h3", {}, "Beside the answer"),
-      facts([
-        ["naive forecast", seconds(f.naive_step_time_s)],
-        ["second baseline", seconds(f.second_baseline_step_time_s)],
-        ["bound (nothing is faster)", seconds(f.bound_step_time_s)],
-        ["tokens/s", tokensPerS(f.tokens_per_s?.p50)],
-        ["probability of OOM", percent(f.oom_probability)],
-        ["cost", cost],
-        [
-          "energy per step",
-          isNumber(f.energy_j_per_step?.p50) ? `${plain(f.energy_j_per_step.p50)}J` : "not known",
-        ],
-      ]),
-    ),
-    el(
-      "div",
-      {},
-      el("h3", {}, "Breakdown of the median"),
-      el(
-        "div",
-        { class: "legend" },
-        numbers(f.breakdown_s)
-          .filter(([, v]) => v > 0)
-          .map(([name, value], i) =>
-            el(
-              "div",
-              { class: "legend-row" },
-              swatch(colorOf(name, i)),
-              el("span", { class: "legend-name" }, words(name)),
-              el("span", { class: "num" }, seconds(value)),
-              el("span", { class: "num muted" }, total > 0 ? percent(value / total) : ""),
-            ),
-          ),
-      ),
-    ),
-    el(
-      "div",
-      {},
-      el("h3", {}, "Where the prices come from"),
-      facts(SOURCES.map(([key, name]) => [name, percent(f[key])])),
-      el("h3", {}, "Assumptions"),
-      assumptions.length
-        ? el(
-            "ul",
-            {},
-            assumptions.map((a) => el("li", {}, a)),
-          )
-        : el("p", { class: "muted" }, "none stated"),
-    ),
-  );
 }
 
 export function forecastTable(forecasts, onorder) {

@@ -62,6 +62,7 @@ export const tokensPerS = (value) => (isNumber(value) ? `${plain(value)} tokens/
 export function percent(value) {
   if (!isNumber(value)) return NOT_KNOWN;
   const points = value * 100;
+  if (points > 0 && points < 0.01) return "< 0.01 %";
   return `${Math.abs(points) >= 10 ? points.toFixed(1) : digits(points, 2)} %`;
 }
 

@@ -21,14 +21,13 @@ const reload = el("button", { type: "button", class: "reload", onclick: () => re
 const page = el("main");
 
 export async function render() {
-  const style = el("link", { rel: "stylesheet", href: new URL("style.css", import.meta.url).href });
-  const ready = new Promise((resolve) => {
-    style.onload = resolve;
-    style.onerror = resolve;
-  });
-  document.head.append(style);
+  const styles = ["style.css", "parts.css"].map((name) =>
+    el("link", { rel: "stylesheet", href: new URL(name, import.meta.url).href }),
+  );
+  const ready = styles.map((style) => new Promise((resolve) => (style.onload = style.onerror = resolve)));
+  document.head.append(...styles);
   document.documentElement.lang = "en";
-  await ready;
+  await Promise.all(ready);
   document.body.replaceChildren(
     el("div", { class: "bar" }, el("span", { class: "brand" }, "llmprof"), picker, nav, reload),
     page,
@@ -154,7 +153,7 @@ function reportView(report, name) {
     guarded("Warnings", () => notes("warning", report.show?.warnings, "warn")),
     guarded("Assumptions", () => notes("assumption", report.run?.assumptions, "")),
     upper.length > 0 && el("h1", { id: "measured" }, "Measured"),
-    upper.length > 0 && el("div", { class: "grid" }, upper),
+    upper.length > 0 && el("div", { class: "grid even" }, upper),
     lower.length > 0 && el("h1", { id: "forecast" }, "Forecast"),
     lower.length > 0 && el("div", { class: "grid" }, lower),
     lower.length === 0 && forecastHint(name),

@@ -1,6 +1,6 @@
 // Which operators, modules and collectives the step is made of, as sortable tables.
 
-import { card, el, segmented } from "./dom.js";
+import { card, el, safely, segmented } from "./dom.js";
 import { bytes, count, flops, isNumber, list, micros, words } from "./format.js";
 import { shareBar, sortableTable } from "./table.js";
 import { colorOf } from "./theme.js";
@@ -79,9 +79,11 @@ function groupedCard(title, choices, report, hint) {
     const longest = Math.max(0, ...rows.map((r) => (isNumber(r.share) ? r.share : 0)));
     const columns = key === "operators" ? CALLS : groupColumns(choices.find(([k]) => k === key)[2], longest);
     holder.replaceChildren(
-      rows.length === 0
-        ? el("p", { class: "muted" }, "No operators were recorded.")
-        : sortableTable(columns, rows, { sort: key === "operators" ? 3 : 2, limit: 10 }),
+      safely(() =>
+        rows.length === 0
+          ? el("p", { class: "muted" }, "No operators were recorded.")
+          : sortableTable(columns, rows, { sort: key === "operators" ? 3 : 2, limit: 10 }),
+      ),
     );
   };
   show(choices[0][0]);

@@ -1,6 +1,6 @@
 // Turns rows into a sortable table.
 
-import { el } from "./dom.js";
+import { el, safely } from "./dom.js";
 import { isNumber, percent } from "./format.js";
 
 function compare(a, b) {
@@ -94,7 +94,14 @@ function tableRow(columns, row, detail) {
   if (!detail) return [el("tr", {}, cells)];
   const hidden = el("tr", { class: "detail", hidden: true });
   const toggle = () => {
-    if (!hidden.firstChild) hidden.append(el("td", { colspan: columns.length }, detail(row)));
+    if (!hidden.firstChild)
+      hidden.append(
+        el(
+          "td",
+          { colspan: columns.length },
+          safely(() => detail(row)),
+        ),
+      );
     hidden.hidden = !hidden.hidden;
     line.setAttribute("aria-expanded", !hidden.hidden);
   };
