@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmprof.extrapolate.compute import OpPrice
-from llmprof.extrapolate.measured import MAX_SPREAD, MIN_SPREAD, NORMAL_IQR
+from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD
+from llmprof.extrapolate.measured import NORMAL_IQR
 from llmprof.schema.cluster import Cluster, LinkLevel
 from llmprof.schema.priors import LinkPrior, Priors, load_priors
 from llmprof.schema.profile import CollectiveRow, Profile

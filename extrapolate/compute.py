@@ -12,7 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.measured import LONE_SPREAD, MeasuredOperators, Work
+from llmprof.extrapolate.curves import LONE_SPREAD, Work
+from llmprof.extrapolate.measured import MeasuredOperators
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
     MATMUL_FAMILIES,

@@ -1,15 +1,14 @@
-"""Measured operator rows as a lookup: exact keys, and interpolation between neighbours in efficiency space."""
+"""Measured operator rows as a lookup: exact keys, and the curves of an operator or family for everything else."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from math import exp, log, sqrt
-from typing import NamedTuple
+from math import log, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD, Curve, Estimate, Measured, Work
 from llmprof.schema.operators import MATMUL_FAMILIES, split_name
 from llmprof.schema.profile import OperatorRow, Profile
 
@@ -17,44 +16,9 @@ NORMAL_IQR = 1.349
 """Interquartile range of a normal distribution in standard deviations."""
 MEDIAN_ERROR = 1.2533
 """Standard error of a median of n normal values, in standard deviations over the square root of n."""
-MIN_SPREAD = 0.02
 MAX_DRIFT = 0.3
 OUTLIER = 3.0
 """Rows of one key further from their median than this factor are pulled in to it."""
-LONE_SPREAD = 0.4
-"""Spread of a curve with too few rows for residuals: assumed."""
-STRANGER_SPREAD = 0.8
-"""Spread of a family's curve with one operator in it, for another operator of the family: assumed."""
-SPREAD_PER_OCTAVE = 0.08
-"""Growth of the spread for each doubling of the work outside the measured range: assumed."""
-MAX_SPREAD = 1.2
-_NEIGHBOURS = 4
-
-
-class Work(NamedTuple):
-    """Arithmetic and memory traffic of one call."""
-
-    flops: int
-    bytes: int
-
-
-class Estimate(NamedTuple):
-    """A time with the standard deviation of its logarithm and the rows behind it."""
-
-    time_s: float
-    spread: float
-    rows: tuple[str, ...] = ()
-
-
-class _Curve(NamedTuple):
-    """Rows of one operator or family: log coordinates (n, 2) of flops and bytes, log of work per second (n,)."""
-
-    points: NDArray[np.float64]
-    log_rate: NDArray[np.float64]
-    names: tuple[str, ...]
-    by_flops: bool
-    residual: float
-    num_operators: int
 
 
 class MeasuredOperators:
@@ -73,7 +37,8 @@ class MeasuredOperators:
         self._free = _free_times(timed)
         self._launch = _launch_times(timed)
         self._floor_s = min((r.time_us * 1e-6 for r in timed if _costs(r)), default=0.0)
-        self._curves = _curves(timed)
+        self._grouped = _by_curve(timed)
+        self._curves: dict[tuple[str, str], Curve] = {}
 
     def exact(self, op: str, shapes: str, dtype: str, attributes: frozenset[str]) -> Estimate | None:
         """The measured time of this operator with these shapes, or None; `add_` stands in for `add`."""
@@ -89,37 +54,22 @@ class MeasuredOperators:
         return self._launch.get(_bare(op), self._launch.get(""))
 
     def interpolate(self, op: str, family: str, dtype: str, work: Work) -> Estimate | None:
-        """Time from neighbours of the same operator, else of the same family; None when there are none.
-
-        Efficiency (work per second) is interpolated over the logarithms of flops and bytes with inverse-distance
-        weights of the nearest rows; outside the measured range it stays flat.
-        """
-        for key in ((_bare(op), dtype), (f"family:{family}", dtype)):
-            curve = self._curves.get(key)
+        """Time from the curve of the same operator, else of its family; None when nothing like it was measured."""
+        for name in (_bare(op), f"family:{family}"):
+            curve = self._curve(name, dtype)
             if curve is not None and (work.flops if curve.by_flops else work.bytes):
-                stranger = key[0] != _bare(op) and curve.num_operators == 1
-                return self._from_curve(curve, work, least_spread=STRANGER_SPREAD if stranger else MIN_SPREAD)
+                found = curve.estimate(work, stranger=name != _bare(op))
+                return found._replace(time_s=max(found.time_s, self._floor_s))
         return None
 
-    def _from_curve(self, curve: _Curve, work: Work, *, least_spread: float) -> Estimate:
-        at = np.array([log(max(work.flops, 1)), log(max(work.bytes, 1))])
-        log_rate, nearest = _weighted(curve.points, curve.log_rate, at)
-        amount = work.flops if curve.by_flops else work.bytes
-        time_s = max(amount / exp(log_rate), self._floor_s)
-        column = curve.points[:, 0 if curve.by_flops else 1]
-        outside = max(0.0, float(column.min()) - log(amount), log(amount) - float(column.max())) / log(2)
-        spread = min(MAX_SPREAD, max(curve.residual, least_spread) + SPREAD_PER_OCTAVE * outside)
-        return Estimate(time_s, spread, tuple(curve.names[i] for i in nearest))
-
-
-def _weighted(
-    points: NDArray[np.float64], values: NDArray[np.float64], at: NDArray[np.float64]
-) -> tuple[float, list[int]]:
-    """Inverse-square-distance mean of the nearest values, and their indices."""
-    distance = ((points - at) ** 2).sum(axis=1)
-    nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
-    weight = 1.0 / (distance[nearest] + 1e-6)
-    return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
+    def _curve(self, name: str, dtype: str) -> Curve | None:
+        """The curve of an operator or family, fitted when it is first asked for."""
+        key = (name, dtype)
+        if key not in self._curves and key in self._grouped:
+            rows = list(self._grouped[key].values())
+            by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in rows)
+            self._curves[key] = Curve([_measured(g) for g in rows], by_flops=by_flops)
+        return self._curves.get(key)
 
 
 def step_drift(profile: Profile) -> float:
@@ -185,45 +135,21 @@ def _launch_times(rows: Iterable[OperatorRow]) -> dict[str, float]:
     return {name: seconds / count for name, (seconds, count) in totals.items()}
 
 
-def _curves(rows: Iterable[OperatorRow]) -> dict[tuple[str, str], _Curve]:
+def _by_curve(rows: Iterable[OperatorRow]) -> dict[tuple[str, str], dict[str, list[OperatorRow]]]:
+    """Rows of each key, by (bare name, dtype) and by ("family:NAME", dtype)."""
     groups: dict[tuple[str, str], dict[str, list[OperatorRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if _costs(row) and (row.bytes or row.flops):
             for name in (_bare(row.op), f"family:{row.family}"):
                 groups[name, row.dtype][f"{_bare(row.op)} {row.shapes} {row.attributes}"].append(row)
-    return {key: _curve(list(group.values())) for key, group in groups.items()}
+    return groups
 
 
-def _curve(groups: list[list[OperatorRow]]) -> _Curve:
-    by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in groups)
-    points, rates, names, labels = [], [], [], []
-    for group in groups:
-        row, time_s = group[0], _mean_s(group)
-        work = row.flops if by_flops else row.bytes
-        if work > 0:
-            points.append((log(max(row.flops, 1)), log(max(row.bytes, 1))))
-            rates.append(log(work / time_s))
-            names.append(f"{row.op} {row.shapes} {row.dtype}")
-            labels.append(_bare(row.op))
-    coordinates, log_rate = np.array(points).reshape(-1, 2), np.array(rates)
-    residual = _residual(coordinates, log_rate, labels)
-    return _Curve(coordinates, log_rate, tuple(names), by_flops, residual, len(set(labels)))
-
-
-def _residual(points: NDArray[np.float64], log_rate: NDArray[np.float64], labels: list[str]) -> float:
-    """Root mean square of leave-one-out errors, between MIN_SPREAD and MAX_SPREAD; LONE_SPREAD under 3 rows.
-
-    In the curve of a family whole operators are left out, since it prices operators that are not in it.
-    """
-    if len(log_rate) < 3:
-        return LONE_SPREAD
-    left_out = np.array(labels) if len(set(labels)) > 1 else np.arange(len(labels)).astype(str)
-    errors = []
-    for i in range(len(labels)):
-        rest = left_out != left_out[i]
-        predicted, _ = _weighted(points[rest], log_rate[rest], points[i])
-        errors.append(predicted - log_rate[i])
-    return float(np.clip(np.sqrt(np.mean(np.square(errors))), MIN_SPREAD, MAX_SPREAD))
+def _measured(rows: list[OperatorRow]) -> Measured:
+    row = rows[0]
+    return Measured(
+        Work(row.flops, row.bytes), _mean_s(rows), f"{row.op} {row.shapes} {row.dtype}", _bare(row.op)
+    )
 
 
 def _costs(row: OperatorRow) -> bool:

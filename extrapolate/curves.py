@@ -1,0 +1,144 @@
+"""Curves of measured operators: what arithmetic and traffic take, a roofline fitted to the rows and corrected nearby.
+
+time = (floor + max(flops / rate, bytes / rate)) x correction. The roofline carries the form to sizes that nobody
+measured; the correction is the inverse-distance mean of what the nearest rows differ by (tiles, layouts, caches).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import exp, inf, log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+MIN_SPREAD = 0.02
+MAX_SPREAD = 1.2
+LONE_SPREAD = 0.4
+"""Spread of a curve with too few rows for residuals: assumed."""
+STRANGER_SPREAD = 0.8
+"""Spread of a family's curve with one operator in it, for another operator of the family: assumed."""
+SPREAD_PER_OCTAVE = 0.08
+"""Growth of the spread for each doubling of the work outside the measured range: assumed."""
+_NEIGHBOURS = 4
+_FEWEST_TO_FIT = 6
+"""With fewer rows the efficiency between and beyond them is that of the nearest."""
+_QUANTILES = (0.5, 0.8, 0.95, 1.0)
+_FLOORS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class Work(NamedTuple):
+    """Arithmetic and memory traffic of one call."""
+
+    flops: int
+    bytes: int
+
+
+class Estimate(NamedTuple):
+    """A time with the standard deviation of its logarithm and the rows behind it."""
+
+    time_s: float
+    spread: float
+    rows: tuple[str, ...] = ()
+
+
+class Measured(NamedTuple):
+    """One measured key: its work, its time and how it is named; `operator` is its bare name."""
+
+    work: Work
+    time_s: float
+    name: str
+    operator: str
+
+
+class Roofline(NamedTuple):
+    """Floor and rates; a rate may be infinite."""
+
+    floor_s: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    def at(self, flops: Array, bytes: Array) -> Array:
+        """Seconds of some work, shapes (n,)."""
+        return np.asarray(self.floor_s + np.maximum(flops / self.flops_per_s, bytes / self.bytes_per_s))
+
+
+class Curve:
+    """Times of one operator or family over its work.
+
+    Args:
+        rows: at least one, with work.
+        by_flops: whether arithmetic or traffic alone is the measure when there are too few rows to tell.
+    """
+
+    def __init__(self, rows: list[Measured], *, by_flops: bool) -> None:
+        self.by_flops = by_flops
+        self.num_operators = len({r.operator for r in rows})
+        self._names = [r.name for r in rows]
+        flops = np.array([max(r.work.flops, 1) for r in rows], dtype=float)
+        bytes_ = np.array([max(r.work.bytes, 1) for r in rows], dtype=float)
+        times = np.array([r.time_s for r in rows])
+        self.roofline = fit_roofline(flops, bytes_, times, by_flops=by_flops)
+        self._points = np.log(np.stack([flops, bytes_], axis=1))
+        self._corrections = np.log(times / self.roofline.at(flops, bytes_))
+        self.residual = _residual(self._points, self._corrections, [r.operator for r in rows])
+
+    def estimate(self, work: Work, *, stranger: bool = False) -> Estimate:
+        """Time of some work; `stranger` when the operator is not in the curve."""
+        at = np.log(np.array([max(work.flops, 1), max(work.bytes, 1)], dtype=float))
+        correction, nearest = _nearby(self._points, self._corrections, at)
+        base = self.roofline.at(np.exp(at[:1]), np.exp(at[1:]))
+        least = STRANGER_SPREAD if stranger and self.num_operators == 1 else MIN_SPREAD
+        spread = max(self.residual, least) + SPREAD_PER_OCTAVE * self._octaves_outside(at)
+        names = tuple(self._names[i] for i in nearest)
+        return Estimate(float(base[0]) * exp(correction), min(MAX_SPREAD, spread), names)
+
+    def _octaves_outside(self, at: Array) -> float:
+        column = 0 if self.by_flops else 1
+        low, high = float(self._points[:, column].min()), float(self._points[:, column].max())
+        return max(0.0, low - float(at[column]), float(at[column]) - high) / log(2)
+
+
+def fit_roofline(flops: Array, bytes_: Array, times: Array, *, by_flops: bool) -> Roofline:
+    """The floor and rates with the least mean absolute error of the logarithm, over a small grid.
+
+    Candidates are quantiles of the rates that were reached and fractions of the shortest time.
+    """
+    if len(times) < _FEWEST_TO_FIT:
+        return Roofline(0.0, 1.0, inf) if by_flops else Roofline(0.0, inf, 1.0)
+    bytes_rates = np.quantile(bytes_ / times, _QUANTILES)
+    flops_rates = np.quantile(flops / times, _QUANTILES) if by_flops else np.array([inf])
+    best, least = Roofline(0.0, inf, 1.0), inf
+    for share, flops_rate, bytes_rate in product(_FLOORS, flops_rates, bytes_rates):
+        candidate = Roofline(share * float(times.min()), float(flops_rate), float(bytes_rate))
+        error = float(np.abs(np.log(times / candidate.at(flops, bytes_))).mean())
+        if error < least - 1e-12:
+            best, least = candidate, error
+    return best
+
+
+def _nearby(points: Array, values: Array, at: Array) -> tuple[float, list[int]]:
+    """Inverse-square-distance mean of the nearest values, and their indices."""
+    distance = ((points - at) ** 2).sum(axis=1)
+    nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
+    weight = 1.0 / (distance[nearest] + 1e-6)
+    return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
+
+
+def _residual(points: Array, corrections: Array, operators: list[str]) -> float:
+    """Root mean square of leave-one-out errors, between MIN_SPREAD and MAX_SPREAD; LONE_SPREAD under 3 rows.
+
+    In the curve of a family whole operators are left out, since it prices operators that are not in it.
+    """
+    if len(corrections) < 3:
+        return LONE_SPREAD
+    left_out = np.array(operators) if len(set(operators)) > 1 else np.arange(len(operators)).astype(str)
+    errors = []
+    for i in range(len(operators)):
+        rest = left_out != left_out[i]
+        predicted, _ = _nearby(points[rest], corrections[rest], points[i])
+        errors.append(predicted - corrections[i])
+    return float(np.clip(np.sqrt(np.mean(np.square(errors))), MIN_SPREAD, MAX_SPREAD))
