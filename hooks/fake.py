@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Failed shape rules are no news: they are tried, and reported as an error when nothing works."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def no_checkpointing() -> Iterator[None]:
     """Calls to `torch.utils.checkpoint` run their function plainly: recomputation is a layout's choice."""
     module: Any = checkpoint
@@ -62,6 +75,26 @@ def no_checkpointing() -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def sharding_rules_inside(pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `pause` while DTensor derives a global result's shape: it runs the operator on fake tensors for that."""
+    from torch.distributed.tensor import _sharding_prop
+
+    owner: Any = _sharding_prop.ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(owner, name)
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        with pause():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, paused)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def clear_global_hooks() -> None:

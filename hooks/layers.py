@@ -37,6 +37,10 @@ class Skeleton:
     order: tuple[str, ...]
 
 
+class FitError(ValueError):
+    """Layers traced at several sizes, or as several blocks, are not what they should be; the text says where."""
+
+
 def visit_layers(trace: PassTrace) -> list[RawLayer]:
     """One raw layer per block visit, module names relative to the block."""
     return [
@@ -65,14 +69,14 @@ def raw_layers(trace: PassTrace, skeleton: Skeleton) -> dict[str, RawLayer]:
     """The layers of a pass by name; empty ones are left out.
 
     Raises:
-        ValueError: visits of one kind did different things (the skeleton is of another model).
+        FitError: visits of one kind did different things (the skeleton is of another model).
     """
     visits = visit_layers(trace)
     if len(visits) != len(skeleton.order):
-        raise ValueError(f"{len(visits)} block visits instead of {len(skeleton.order)}")
+        raise FitError(f"{len(visits)} block visits instead of {len(skeleton.order)}")
     for name, visit in zip(skeleton.order, visits, strict=True):
         if visit.ops != visits[skeleton.kinds[name]].ops:
-            raise ValueError(f"blocks of kind {name} ran different operators")
+            raise FitError(f"blocks of kind {name} ran different operators")
     found = {"prologue": _collect(trace, {0}, "")}
     found |= {name: visits[index] for name, index in skeleton.kinds.items()}
     if visits:
@@ -93,10 +97,6 @@ def _collect(trace: PassTrace, segments: set[int], block: str) -> RawLayer:
     return RawLayer(ops=ops, saved=saved, boundary=boundary)
 
 
-class FitError(ValueError):
-    """Layers traced at several sizes are no polynomials of them; the text says where."""
-
-
 def fit_layer(
     name: str, raws: Sequence[RawLayer], fit: DimFit
 ) -> tuple[tuple[OpSpec, ...], tuple[TensorSpec, ...], TensorSpec | None]:
@@ -110,8 +110,10 @@ def fit_layer(
         raise FitError(f"layer {name} runs {sorted(lengths)} operators at different sizes")
     ops = []
     for same in zip(*(raw.ops for raw in raws), strict=True):
-        if len({(o.op, o.phase, o.module, o.attributes, o.collective, o.axis) for o in same}) > 1:
-            raise FitError(f"layer {name} runs {same[0].op} or {same[-1].op} at different sizes")
+        calls = {(o.op, o.phase, o.module, o.attributes, o.collective, o.axis): None for o in same}
+        if len(calls) > 1:
+            (one, *_), (other, *_) = list(calls)[:2]
+            raise FitError(f"layer {name} runs {one} at one size and {other} at another")
         where = f"{same[0].op} in layer {name}"
         ops.append(
             OpSpec(

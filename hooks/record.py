@@ -156,6 +156,9 @@ class OpTracer(TorchDispatchMode):
         self._all_shapes = [shape for shapes in self._shapes.values() for shape in shapes]
         self.segment_of_owner: dict[str, int] = {}
         self._last_output = 0
+        self._paused = False
+        self._collectives: dict[int, int] = {}
+        self._waits: list[tuple[int, TracedOp]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,7 +166,7 @@ class OpTracer(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **kwargs)
         name = str(func._schema.name)
-        if name in _IGNORED:
+        if name in _IGNORED or self._paused:
             return out
         inputs = tuple(operator_tensors((*args, *kwargs.values())))
         outputs = tuple(operator_tensors(out if isinstance(out, (list, tuple)) else (out,), scalars=True))
@@ -171,20 +174,44 @@ class OpTracer(TorchDispatchMode):
         kind = collective_kind(name)
         self._follow_parameters(name, args, kwargs, out, module, segment)
         self._last_output = id(out)
-        self.rows.append(
-            TracedOp(
-                op=name,
-                phase=phase,
-                module=module,
-                segment=segment,
-                inputs=inputs,
-                outputs=outputs,
-                attributes=_attributes(func, args, kwargs),
-                collective=kind,
-                axis=self._axis(args) if kind or name.endswith("wait_tensor") else "",
-            )
+        row = TracedOp(
+            op=name,
+            phase=phase,
+            module=module,
+            segment=segment,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=_attributes(func, args, kwargs),
+            collective=kind,
+            axis=self._axis(args) if kind else "",
         )
+        if kind and isinstance(out, torch.Tensor):
+            self._collectives[storage_key(out)] = len(self.rows)
+            self._alive.append(out)
+        if name.endswith("::wait_tensor") and storage_key(args[0]) in self._collectives:
+            self._waits.append((self._collectives[storage_key(args[0])], row))
+        else:
+            self.rows.append(row)
         return out
+
+    def finished_rows(self) -> list[TracedOp]:
+        """Rows in execution order, but each wait right after its collective: torch waits at the first use, wherever it is."""
+        waits: dict[int, list[TracedOp]] = {}
+        for index, row in self._waits:
+            start = self.rows[index]
+            waits.setdefault(index, []).append(
+                row._replace(phase=start.phase, module=start.module, segment=start.segment)
+            )
+        return [r for index, row in enumerate(self.rows) for r in (row, *waits.get(index, ()))]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing meanwhile."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _where(self, name: str, inputs: tuple[Tensor, ...], args: Any) -> tuple[str, str, int]:
         """Phase, module and segment of the operator that runs now.
@@ -218,7 +245,7 @@ class OpTracer(TorchDispatchMode):
     ) -> None:
         """Notes which parameters (or casts of them) a matmul uses, and where storages come from."""
         if self.phase != "forward":
-            return
+            return  # nothing of the backward pass is kept: autograd takes gradients over only when nobody else has them
         for value in pytree.tree_leaves(out):
             if isinstance(value, torch.Tensor):
                 self.created_in.setdefault(storage_key(value), segment)
@@ -235,6 +262,11 @@ class OpTracer(TorchDispatchMode):
                 self.parameter_storages[storage_key(out)] = source
 
     def _axis(self, args: Any) -> str:
+        """Mesh axis of a collective. torch caches sharding rules with an equal mesh of an earlier trace, so a single
+        axis needs no name."""
+        axes = set(self.axes.values())
+        if len(axes) == 1:
+            return next(iter(axes))
         for argument in reversed(args):
             name = group_name(argument)
             if name:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from llmprof.errors import WorkloadError
-from llmprof.hooks.fake import local_tensor, no_checkpointing, storage_key
+from llmprof.hooks.fake import local_tensor, no_checkpointing, quiet, sharding_rules_inside, storage_key
 from llmprof.hooks.record import ModuleClock, OpTracer, TracedOp, attached, describe, dtype_name
 from llmprof.schema.operators import Tensor
 
@@ -114,7 +114,13 @@ def trace_passes(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any
     tracer = OpTracer(clock, [(owner, p) for owner, _, p in owned], subject.axes)
     saved = _SavedTensors(tracer, clock, module)
     try:
-        with subject.mode, no_checkpointing(), attached(clock, module):
+        with (
+            subject.mode,
+            quiet(),
+            no_checkpointing(),
+            sharding_rules_inside(tracer.paused),
+            attached(clock, module),
+        ):
             result = _run(subject, tracer, saved, (args, kwargs))
     except WorkloadError:
         raise
@@ -126,7 +132,7 @@ def trace_passes(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any
         ) from error
     outputs, returns_loss, notes = result
     return PassTrace(
-        ops=gaps_to_following_blocks(tracer.rows, len(clock.visits)),
+        ops=gaps_to_following_blocks(tracer.finished_rows(), len(clock.visits)),
         visits=tuple(clock.visits),
         saved=saved.by_segment(),
         boundaries=_boundaries(clock),
