@@ -98,6 +98,11 @@ class Recorder:
         self._profiler = profiler
         self._start_us = (time.perf_counter() - began) * 1e6
 
+    def enter(self, module: nn.Module) -> None:
+        """Opens the scope of a module whose forward was already being entered when the window opened."""
+        if self._profiler is not None:
+            self._scopes.enter(module)
+
     def mark_step(self, step: int) -> None:
         """Marks the boundary at which step number `step` begins, or the last one ended."""
         if self._profiler is not None:
@@ -221,10 +226,15 @@ class _ModuleScopes:
             return []
         return [f"module hooks failed {len(self._errors)} times, the first time with {self._errors[0]}"]
 
+    def enter(self, module: nn.Module) -> None:
+        """As the hook before the module's forward does."""
+        self._enter(module)
+
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self._enter(module)
+        if self._handles:  # the window may close between two hooks of one call
+            self._enter(module)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
