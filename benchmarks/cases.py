@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from examples.train_llama import Decoder, ModelConfig, parallelize
@@ -104,15 +110,26 @@ def _random_batch(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _tensor_parallel(model: Decoder) -> nn.Module:
-    plan: dict[str, ColwiseParallel | RowwiseParallel] = {
+    """Columns then rows in every block, its input reduced once for all projections; vocabulary split at both ends."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = Replicate()
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=whole),
+        "head": ColwiseParallel(output_layouts=whole),
+    }
+    block = {
+        "attention": PrepareModuleInput(
+            input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)
+        ),
         **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
         "attention.output": RowwiseParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
         **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
         "feed_forward.down": RowwiseParallel(),
     }
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, ends)
     for layer in model.layers:
-        parallelize_module(layer, mesh, dict(plan))
+        parallelize_module(layer, mesh, dict(block))
     return model
 
 
