@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llmprof.errors import RequestError, RunError
 from llmprof.report.breakdown import Group
 from llmprof.schema.profile import PHASES, Manifest, PhaseRow, Profile, StepRow
+from llmprof.schema.store import save_profile
 from llmprof.tensorboard.data import (
     MAX_REPORT_BYTES,
     add_forecasts,
@@ -218,6 +219,16 @@ def test_forecasts_of_another_capture_are_not_kept(tmp_path: Path) -> None:
     write_report(tmp_path, run="demo", profile=measured_profile(name="new"))
     report = newest_report(tmp_path / "demo")
     assert report is not None and report["forecasts"] == []
+
+
+@pytest.mark.parametrize("name", [".", "a/b c"])
+def test_a_capture_below_the_log_directory_keeps_its_name(tmp_path: Path, name: str) -> None:
+    save_profile(measured_profile(name="another"), tmp_path / "x")
+    save_profile(measured_profile(), tmp_path / name)
+    (tmp_path / "torn" / "rank-00000").mkdir(parents=True)
+    (tmp_path / "torn" / "rank-00000" / "manifest.json").write_text("{")
+    file = write_report(tmp_path, run="demo", profile=measured_profile(), forecasts=forecasts())
+    assert file.parent == tmp_path / name
 
 
 def test_add_forecasts_ignores_what_is_no_forecast() -> None:

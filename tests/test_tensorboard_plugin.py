@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from werkzeug.test import Client, TestResponse
 
-from llmprof.schema.store import save_profile
+from llmprof.schema.store import RunWriter, save_profile
 from llmprof.tensorboard.runs import find_run_directories
 from llmprof.tensorboard.writer import write_report, write_summary
 from tests.tensorboard_samples import forecasts, measured_profile
@@ -241,6 +241,22 @@ def test_directory_report_follows_the_run(tmp_path: Path) -> None:
     assert _json(client.get(f"{PREFIX}/data/report?run=run"))["run"]["world_size"] == 1
     save_profile(measured_profile(ranks=2), tmp_path / "run")
     assert _json(client.get(f"{PREFIX}/data/report?run=run"))["run"]["world_size"] == 2
+
+
+def test_run_that_is_still_going_is_shown(tmp_path: Path) -> None:
+    profile = measured_profile(ranks=1)
+    writer = RunWriter(tmp_path / "live", 0)
+    writer.begin(profile.manifest)
+    client = _application(tmp_path)
+    report = _json(client.get(f"{PREFIX}/data/report?run=live"))
+    assert report["show"] is None and "no step" in report["problem"]["message"]
+    for row in profile.steps[:6]:
+        writer.journal(row)
+    writer.close()
+    report = _json(client.get(f"{PREFIX}/data/report?run=live"))
+    assert report["run"]["status"] == "partial"
+    assert [step["step"] for step in report["steps"]] == [0, 1, 2, 3, 4, 5]
+    assert report["show"]["phases"] == {}
 
 
 def test_is_active_does_not_wait_for_a_slow_directory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ from llmprof.errors import RequestError, RunError
 from llmprof.schema.profile import Profile
 from llmprof.tensorboard import PLUGIN_NAME
 from llmprof.tensorboard.data import Report, add_forecasts, build_report, decode_report, encode_report
+from llmprof.tensorboard.runs import find_run_directories
 
 TAG = "llmprof/report"
 SUFFIX = ".report.llmprof"
@@ -32,7 +34,8 @@ def write_report(
 
     Args:
         logdir: the directory given to `tensorboard --logdir`.
-        run: name of the run, a directory below it ("demo", "sweep/a"); "." is the log directory itself.
+        run: name of the run, a directory below it ("demo", "sweep/a"); "." is the log directory itself. A capture that
+            lies in or below the log directory keeps its own directory, and so its own name, instead.
         profile: the captured run.
         forecasts: predicted Profiles made from it, in the order in which they are shown. Those written earlier for
             the same capture stay.
@@ -44,10 +47,11 @@ def write_report(
         RequestError: the name leads out of the log directory, or the report is too large.
     """
     report = build_report(profile, forecasts)
-    earlier = newest_report(run_directory(logdir, run))
+    directory = _own_directory(Path(logdir), report) or run_directory(logdir, run)
+    earlier = newest_report(directory)
     if earlier is not None and _capture(earlier) == _capture(report):
         report = add_forecasts(report, earlier.get("forecasts") or ())
-    return write_summary(logdir, run=run, report=report)
+    return _write(directory, report)
 
 
 def _capture(report: Report) -> tuple[object, ...]:
@@ -55,6 +59,19 @@ def _capture(report: Report) -> tuple[object, ...]:
     return (
         tuple(facts.get(key) for key in ("name", "created", "world_size")) if isinstance(facts, dict) else ()
     )
+
+
+def _own_directory(logdir: Path, report: Report) -> Path | None:
+    """The run directory that the report is about, None when it does not lie below the log directory."""
+    for directory in find_run_directories(logdir).values():
+        for file in sorted(directory.glob("rank-*/manifest.json"))[:1]:
+            try:
+                facts = json.loads(file.read_bytes())
+            except (OSError, ValueError):
+                continue
+            if report["run"]["created"] and _capture({"run": facts}) == _capture(report):
+                return directory
+    return None
 
 
 def newest_report(directory: Path) -> Report | None:
@@ -81,7 +98,10 @@ def write_summary(logdir: str | Path, *, run: str, report: Report) -> Path:
     Raises:
         RequestError: the name leads out of the log directory, or the report is too large.
     """
-    directory = run_directory(logdir, run)
+    return _write(run_directory(logdir, run), report)
+
+
+def _write(directory: Path, report: Report) -> Path:
     event = event_pb2.Event(wall_time=time.time(), step=0, summary=_summary(encode_report(report)))
     version = event_pb2.Event(wall_time=event.wall_time, file_version="brain.Event:2")
     directory.mkdir(parents=True, exist_ok=True)

@@ -220,7 +220,12 @@ function intervalOption(rows, metric) {
       type: wide ? "log" : "value",
       scale: !wide,
       ...axis({
-        label: { formatter: (v) => short(metric.format)(v).replace(" tokens/s", ""), hideOverlap: true },
+        label: {
+          formatter: (v) => short(metric.format)(v).replace(" tokens/s", ""),
+          hideOverlap: true,
+          showMinLabel: !wide,
+          showMaxLabel: !wide,
+        },
       }),
       ...(wide ? { min: (v) => v.min * 0.8, max: (v) => v.max * 1.25 } : {}),
     },

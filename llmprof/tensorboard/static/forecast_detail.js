@@ -38,7 +38,7 @@ function wholeRun(run) {
   if (!run || typeof run !== "object") return [];
   const total = run.cost;
   return [
-    el("h3", {}, `The whole run: ${plain(run.tokens)} tokens`),
+    el("h3", {}, `The whole run: ${plain(run.tokens).replace("G", "B")} tokens`),
     facts([
       ["steps", count(isNumber(run.steps) ? Math.round(run.steps) : null)],
       ["days (median)", digits(run.days?.p50)],
@@ -52,7 +52,9 @@ function answers(f) {
   const cost = isNumber(f.cost?.per_step)
     ? `${digits(f.cost.per_step)} ${text(f.cost.currency, "")} per step`
     : "not known";
-  const energy = isNumber(f.energy_j_per_step?.p50) ? `${plain(f.energy_j_per_step.p50)}${f.energy_j_per_step.p50 < 1000 ? " " : ""}J` : "not known";
+  const energy = isNumber(f.energy_j_per_step?.p50)
+    ? `${plain(f.energy_j_per_step.p50)}${f.energy_j_per_step.p50 < 1000 ? " " : ""}J`
+    : "not known";
   return facts([
     ["naive forecast", seconds(f.naive_step_time_s)],
     ["second baseline", seconds(f.second_baseline_step_time_s)],
