@@ -1,4 +1,4 @@
-"""Profile, layout, cluster -> one simulated step: stage clocks, memory, and the shares of evidence behind them."""
+"""Profile, cluster, then any number of layouts -> simulated steps: stage clocks, memory, shares of evidence."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from statistics import NormalDist
 
 import numpy as np
 
-from llmprof.errors import RequestError, WorkloadError
+from llmprof.errors import WorkloadError
+from llmprof.extrapolate.assumptions import list_assumptions
 from llmprof.extrapolate.calibrate import window_scale, wrapper_us
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.groups import axis_groups, boundary_span
-from llmprof.extrapolate.layers import groups_optimizer, layer_segments
-from llmprof.extrapolate.machine import INTERFERENCE, Machine, Segment
+from llmprof.extrapolate.layers import LayerPricer, LayerSegments
+from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
-from llmprof.extrapolate.partition import Plan, partition
-from llmprof.extrapolate.precision import choose_precision, precision_assumption
-from llmprof.extrapolate.request import check_supported, resolve_batch
+from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
+from llmprof.extrapolate.precision import choose_precision
+from llmprof.extrapolate.request import check_positive, check_supported, resolve_batch
 from llmprof.extrapolate.schedule import (
     SCHEDULES,
     Instruction,
@@ -33,23 +34,12 @@ from llmprof.extrapolate.uncertainty import Factors
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.profile import Profile
-from llmprof.schema.workload import Workload
 
 ASSUMED_JITTER = 0.005
 """Relative standard deviation of one rank's step where none was measured: assumed."""
 MAX_JITTER = 0.05
 JITTER_SPREAD = 0.4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What is asked beside the layout and the cluster (see `predict`)."""
-
-    global_batch: int | None = None
-    seq: int | None = None
-    tokens: float | None = None
-    draws: int = 200
-    seed: int = 0
+INPUT_SPREAD = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,79 +87,116 @@ class Simulation:
     assumptions: tuple[str, ...]
 
 
-def simulate_step(profile: Profile, layout: Layout, cluster: Cluster, request: Request) -> Simulation:
-    """Partition, price, schedule and simulate one step.
+class Forecaster:
+    """Simulates layouts of one captured run on one cluster; what layouts share is evaluated and priced once.
+
+    Args:
+        profile: a measured profile with its workload.
+        cluster: what it runs on.
+        draws, seed: samples behind the intervals.
 
     Raises:
-        WorkloadError, LayoutError: see `predict`.
+        WorkloadError: the profile has no workload.
     """
-    workload = profile.workload
-    if workload is None:
-        raise WorkloadError("the run has no workload", hint="capture it again with tracing on")
-    seq = _check_request(request, workload)
-    check_supported(layout, cluster)
-    layout, batch_line = resolve_batch(layout, workload, request.global_batch)
-    rule = choose_precision(
-        captured=workload.precision, asked=layout.precision, device_kind=cluster.device.kind
-    )
-    plan = partition(workload, layout, seq=seq, precision=rule)
-    same = is_same_device(profile, cluster.device)
-    machine = _machine(profile, layout, cluster, request, same_device=same)
-    programs = [list(SCHEDULES[layout.schedule](s, layout.pp, layout.accum)) for s in range(layout.pp)]
-    stages = _run_stages(plan, machine, cluster, programs)
-    end = np.maximum.reduce([s.end_s for s in stages])
-    slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
-    extra, extra_parts = _beyond_stages(profile, plan, machine, float(end[0]), same_device=same)
-    parts = {**stages[slowest].parts, **extra_parts}
-    add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
-    capacity = Capacity(cluster=cluster, framework_bytes=measured_framework(profile) if same else None)
-    return Simulation(
-        plan=plan,
-        machine=machine,
-        step_s=end + extra,
-        parts=parts,
-        evidence=_shares(stages[slowest], extra_parts),
-        stages=stages,
-        slowest=slowest,
-        memory=forecast_memory(
-            plan, capacity, factors=machine.factors, in_flight=[in_flight(p) for p in programs]
-        ),
-        assumptions=(batch_line, *_assumptions(plan, machine, seq_given=request.seq is not None)),
-    )
 
+    def __init__(self, profile: Profile, cluster: Cluster, *, draws: int = 200, seed: int = 0) -> None:
+        if profile.workload is None:
+            raise WorkloadError("the run has no workload", hint="capture it again with tracing on")
+        self.profile, self.cluster = profile, cluster
+        self._workload = profile.workload
+        self._same = is_same_device(profile, cluster.device)
+        self._factors = Factors(draws=draws, seed=seed)
+        self._operators = OperatorPrices(profile, cluster.device, same_device=self._same)
+        self._collectives = CollectivePrices(profile, cluster, same_device=self._same)
+        self._scale = window_scale(profile, self._operators)
+        self._layers: dict[tuple[object, ...], dict[str, LayerWork]] = {}
+        self._pricer = LayerPricer()
 
-def _check_request(request: Request, workload: Workload) -> int:
-    seq = workload.seq if request.seq is None else request.seq
-    for name, value in (("seq", seq), ("global_batch", request.global_batch), ("tokens", request.tokens)):
-        if value is not None and value <= 0:
-            raise RequestError(f"{name}={value:g} is not positive", hint=f"give {name} above 0")
-    return seq
+    def simulate(
+        self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
+    ) -> Simulation:
+        """Partition, price, schedule and simulate one step.
 
+        Raises:
+            WorkloadError, LayoutError: see `llmprof.extrapolate.predict.predict`.
+        """
+        check_positive(global_batch=global_batch, seq=seq)
+        check_supported(layout, self.cluster)
+        layout, batch_line = resolve_batch(layout, self._workload, global_batch)
+        plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
+        machine = self._machine(layout)
+        programs = [list(SCHEDULES[layout.schedule](s, layout.pp, layout.accum)) for s in range(layout.pp)]
+        segments = self._pricer.segments(plan, machine, key=key)
+        stages = _run_stages(plan, machine, segments, programs=programs, cluster=self.cluster)
+        end: Array = np.maximum.reduce([s.end_s for s in stages])
+        slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
+        extra, extra_parts = self._beyond_stages(plan, float(end[0]))
+        parts = {**stages[slowest].parts, **extra_parts}
+        add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
+        return Simulation(
+            plan=plan,
+            machine=machine,
+            step_s=end + extra,
+            parts=parts,
+            evidence=_shares(stages[slowest], extra_parts),
+            stages=stages,
+            slowest=slowest,
+            memory=self._memory(plan, programs),
+            assumptions=(batch_line, *list_assumptions(plan, machine, seq_given=seq is not None)),
+        )
 
-def _machine(
-    profile: Profile, layout: Layout, cluster: Cluster, request: Request, *, same_device: bool
-) -> Machine:
-    operators = OperatorPrices(profile, cluster.device, same_device=same_device)
-    prices = Prices(
-        operators=operators,
-        collectives=CollectivePrices(profile, cluster, same_device=same_device),
-        group=axis_groups(layout, cluster),
-        scale=window_scale(profile, operators),
-        wrapper_s=wrapper_us(profile, same_device=same_device)[0] * 1e-6,
-    )
-    return Machine(
-        prices=prices,
-        factors=Factors(draws=request.draws, seed=request.seed),
-        cpu=cluster.device.kind == "cpu",
-        serial_fsdp=cluster.backend == "gloo",
-    )
+    def _plan(self, layout: Layout, seq: int) -> tuple[Plan, tuple[object, ...]]:
+        captured, kind = self._workload.precision, self.cluster.device.kind
+        rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind)
+        key = (layout.tp, layout.sp, layout.mb, seq, rule.target)
+        if key not in self._layers:
+            self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)
+        plan = partition(self._workload, layout, seq=seq, precision=rule, layers=self._layers[key])
+        return plan, key
+
+    def _machine(self, layout: Layout) -> Machine:
+        prices = Prices(
+            operators=self._operators,
+            collectives=self._collectives,
+            group=axis_groups(layout, self.cluster),
+            scale=self._scale,
+            wrapper_s=wrapper_us(self.profile, same_device=self._same)[0] * 1e-6,
+        )
+        return Machine(
+            prices=prices,
+            factors=self._factors,
+            cpu=self.cluster.device.kind == "cpu",
+            serial_fsdp=self.cluster.backend == "gloo",
+        )
+
+    def _beyond_stages(self, plan: Plan, nominal_s: float) -> tuple[Array, Parts]:
+        """Time beyond the stages: waiting for input, and for the slowest of all ranks."""
+        wait = _input_s(self.profile, plan) if self._same else 0.0
+        jitter = _jitter(self.profile) if self._same else ASSUMED_JITTER
+        late = nominal_s * jitter * expected_maximum(plan.layout.gpus)
+        waited = wait * self._factors.factor("input", INPUT_SPREAD)
+        extra: Array = waited + late * self._factors.factor("straggler", JITTER_SPREAD)
+        return extra, {"input": wait, "straggler": late}
+
+    def _memory(self, plan: Plan, programs: Sequence[Sequence[Instruction]]) -> MemoryForecast:
+        framework = measured_framework(self.profile) if self._same else None
+        return forecast_memory(
+            plan,
+            Capacity(cluster=self.cluster, framework_bytes=framework),
+            factors=self._factors,
+            in_flight=[in_flight(list(p)) for p in programs],
+        )
 
 
 def _run_stages(
-    plan: Plan, machine: Machine, cluster: Cluster, programs: Sequence[Sequence[Instruction]]
+    plan: Plan,
+    machine: Machine,
+    segments: dict[str, LayerSegments],
+    *,
+    programs: Sequence[Sequence[Instruction]],
+    cluster: Cluster,
 ) -> tuple[StageResult, ...]:
     """Run all stages against each other."""
-    segments = layer_segments(plan, machine)
     stages = [
         Stage(
             index=i, plan=plan, machine=machine, segments=segments, gathers=gathers_needed(list(programs[i]))
@@ -214,18 +241,6 @@ def _end(stage: Stage, clock: StageClock) -> StageResult:
     )
 
 
-def _beyond_stages(
-    profile: Profile, plan: Plan, machine: Machine, nominal_s: float, *, same_device: bool
-) -> tuple[Array, Parts]:
-    """Time beyond the stages: waiting for input, and for the slowest of all ranks."""
-    wait = _input_s(profile, plan) if same_device else 0.0
-    jitter = _jitter(profile) if same_device else ASSUMED_JITTER
-    late = nominal_s * jitter * expected_maximum(plan.layout.gpus)
-    factors = machine.factors
-    extra: Array = wait * factors.factor("input", 0.2) + late * factors.factor("straggler", JITTER_SPREAD)
-    return extra, {"input": wait, "straggler": late}
-
-
 def expected_maximum(count: int) -> float:
     """Expected largest of `count` standard normal numbers (Blom's approximation); 0 for one."""
     if count <= 1:
@@ -259,52 +274,3 @@ def _shares(stage: StageResult, extra: Parts) -> Parts:
     total = sum(evidence.values()) or 1.0
     shares = {kind: evidence.get(kind, 0.0) / total for kind in ("measured", "interpolated")}
     return {**shares, "assumed": max(0.0, 1.0 - sum(shares.values()))}
-
-
-def _assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[str, ...]:
-    layout, prices = plan.layout, machine.prices
-    lines = [precision_assumption(plan.precision), *prices.operators.assumptions()]
-    if layout.gpus > 1:
-        lines.extend(prices.collectives.assumptions())
-    if not seq_given:
-        lines.append(f"sequence length {plan.seq}, as captured")
-    if layout.pp > 1:
-        counts = "+".join(
-            str(sum(n for name, n in stage if plan.layers[name].kind == "block")) for stage in plan.stages
-        )
-        lines.append(
-            f"blocks per stage {counts}; neighbours exchange messages as torch's {layout.schedule} does"
-        )
-    if abs(prices.scale - 1.0) > 0.02:
-        lines.append(
-            f"operator times scaled by {prices.scale:.2f}: so much the measured steps differ from the profiled window"
-        )
-    if layout.tp > 1 or layout.zero == 3:
-        lines.append(
-            f"operators on distributed tensors cost {prices.wrapper_s * 1e6:.0f} us of host time more"
-        )
-    lines.extend(_data_parallel_lines(plan, machine))
-    if groups_optimizer(plan, machine):
-        lines.append("the optimizer runs over lists of tensors (foreach), torch's default on GPUs")
-    if plan.workload.implementation == "eager":
-        lines.append("eager operators as captured: no compiler, no fused kernels beyond the captured ones")
-    return tuple(line for line in lines if line)
-
-
-def _data_parallel_lines(plan: Plan, machine: Machine) -> list[str]:
-    layout = plan.layout
-    if layout.dp == 1:
-        return []
-    once = "with the last microbatch only" if layout.accum > 1 else "beside the backward"
-    lines = {
-        0: [f"gradients are all-reduced in buckets of 1, then 25 MiB, {once}"],
-        1: [f"gradients are reduce-scattered in buckets {once}; updated parameters are gathered after the optimizer"],
-        2: ["gradients are reduce-scattered with every microbatch; updated parameters are gathered after the optimizer"],
-        3: [
-            "each block's parameters are gathered before forward and backward"
-            + (", one after the other (gloo)" if machine.serial_fsdp else ", the next block's ahead")
-        ],
-    }[layout.zero]  # fmt: skip
-    if not machine.cpu:
-        lines.append(f"{INTERFERENCE:.0%} of hidden communication time is lost to interference (assumed)")
-    return lines

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.machine import Machine, Segment
@@ -23,25 +23,53 @@ class LayerSegments:
     optimizer: Segment
 
 
-def layer_segments(plan: Plan, machine: Machine) -> dict[str, LayerSegments]:
-    """Segments of every layer of a plan, by layer name; equal blocks are priced once."""
-    traced = any(layer.optimizer for layer in plan.layers.values())
-    return {name: _segments(layer, plan, machine, traced=traced) for name, layer in plan.layers.items()}
+@dataclass(slots=True)
+class LayerPricer:
+    """Segments of layers; what layouts share is priced and sampled once."""
+
+    _known: dict[tuple[Hashable, ...], Segment] = field(default_factory=dict)
+
+    def segments(self, plan: Plan, machine: Machine, *, key: Hashable) -> dict[str, LayerSegments]:
+        """Segments of every layer of a plan, by layer name.
+
+        Args:
+            key: equal for plans whose layers are equal.
+        """
+        return {
+            name: self._layer(layer, plan, machine, key=(key, name)) for name, layer in plan.layers.items()
+        }
+
+    def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: Hashable) -> LayerSegments:
+        layout, group = plan.layout, machine.prices.group["tp"]
+        return LayerSegments(
+            forward=self._once((key, group, "forward"), lambda: _forward(layer, machine, "forward")),
+            recompute=self._once((key, group, "recompute"), lambda: _forward(layer, machine, "recompute")),
+            backward=self._once((key, group, "backward"), lambda: _backward(layer, machine)),
+            accumulate=self._once(
+                (key, "accumulate", layout.zero, layout.dp_shard, layout.pp == 1),
+                lambda: machine.segment({"backward_weight": _accumulation(layer, plan, machine)}),
+            ),
+            optimizer=self._once(
+                (key, "optimizer", layout.zero == 3, layout.dp_shard),
+                lambda: machine.segment({"optimizer": _optimizer(layer, plan, machine)}),
+            ),
+        )
+
+    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Segment]) -> Segment:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
 
-def _segments(layer: LayerWork, plan: Plan, machine: Machine, *, traced: bool) -> LayerSegments:
+def _forward(layer: LayerWork, machine: Machine, part: str) -> Segment:
     prices = machine.prices
-    tp_forward = prices.communication(layer.forward)
-    compute_forward = prices.compute(layer.forward)
-    by_phase = {phase: prices.compute(_of(layer.backward, phase)) for phase in BACKWARD_PHASES}
-    backward = by_phase | {"tp": prices.communication(layer.backward)}
-    return LayerSegments(
-        forward=machine.segment({"forward": compute_forward, "tp": tp_forward}),
-        backward=machine.segment(backward),
-        recompute=machine.segment({"recompute": compute_forward, "tp": tp_forward}),
-        accumulate=machine.segment({"backward_weight": _accumulation(layer, plan, machine)}),
-        optimizer=machine.segment({"optimizer": _optimizer(layer, plan, machine, traced=traced)}),
-    )
+    return machine.segment({part: prices.compute(layer.forward), "tp": prices.communication(layer.forward)})
+
+
+def _backward(layer: LayerWork, machine: Machine) -> Segment:
+    prices = machine.prices
+    costs = {phase: prices.compute(_of(layer.backward, phase)) for phase in BACKWARD_PHASES}
+    return machine.segment(costs | {"tp": prices.communication(layer.backward)})
 
 
 BACKWARD_PHASES = ("backward_input", "backward_weight")
@@ -69,11 +97,9 @@ def groups_optimizer(plan: Plan, machine: Machine) -> bool:
     return not machine.cpu and plan.workload.optimizer.launch == "single"
 
 
-def _optimizer(layer: LayerWork, plan: Plan, machine: Machine, *, traced: bool) -> Cost:
+def _optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     shard = plan.layout.dp_shard
-    whole = layer.optimizer if traced else fallback_ops(layer, plan.workload.optimizer.state_slots)
-    grouped = traced and groups_optimizer(plan, machine)
-    ops = optimizer_ops(whole, shard=shard, grouped=grouped)
+    ops = optimizer_ops(stage_optimizer(layer, plan), shard=shard, grouped=groups_optimizer(plan, machine))
     if plan.layout.zero == 3:
         ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
     cost = machine.prices.compute(ops)
@@ -82,3 +108,10 @@ def _optimizer(layer: LayerWork, plan: Plan, machine: Machine, *, traced: bool) 
         working = plan.precision.activation
         cost = cost.plus(machine.prices.copy("aten::_to_copy", numel, source="float32", target=working))
     return cost
+
+
+def stage_optimizer(layer: LayerWork, plan: Plan) -> tuple[Op, ...]:
+    """A layer's optimizer operators, as traced; one fused update where none was traced for the whole model."""
+    if any(other.optimizer for other in plan.layers.values()):
+        return layer.optimizer
+    return fallback_ops(layer, plan.workload.optimizer.state_slots)

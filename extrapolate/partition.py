@@ -133,19 +133,25 @@ class Plan:
         return tuple(held)
 
 
-def partition(workload: Workload, layout: Layout, *, seq: int, precision: PrecisionRule) -> Plan:
+def partition(
+    workload: Workload,
+    layout: Layout,
+    *,
+    seq: int,
+    precision: PrecisionRule,
+    layers: dict[str, LayerWork] | None = None,
+) -> Plan:
     """Lay a workload over the stages and tensor-parallel ranks of a layout.
 
     Args:
         seq: tokens per sequence.
+        layers: what `evaluate_layers` gave for the same arguments, when it is at hand.
 
     Raises:
         WorkloadError: the class of degrees was not traced.
         LayoutError: more stages than blocks, or too much work without a tensor-parallel plan.
     """
-    trace = choose_class(workload, layout, seq)
-    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision, sp=layout.sp)
-    layers = {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
+    layers = layers or evaluate_layers(workload, layout, seq=seq, precision=precision)
     stages = split_stages(workload, layers, layout.pp)
     tied = tuple(p for n, _ in stages[-1] for p in layers[n].parameters if p.tied_to) if layout.pp > 1 else ()
     return Plan(
@@ -157,6 +163,15 @@ def partition(workload: Workload, layout: Layout, *, seq: int, precision: Precis
         stages=stages,
         tied=tied,
     )
+
+
+def evaluate_layers(
+    workload: Workload, layout: Layout, *, seq: int, precision: PrecisionRule
+) -> dict[str, LayerWork]:
+    """Every layer in concrete shapes; depends on the layout's tp, sp and mb alone."""
+    trace = choose_class(workload, layout, seq)
+    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision, sp=layout.sp)
+    return {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
 
 
 def _layer_trace(trace: ClassTrace, spec: LayerSpec) -> LayerTrace:

@@ -15,7 +15,8 @@ from llmprof.extrapolate.baselines import (
 )
 from llmprof.extrapolate.compute import peak_flops
 from llmprof.extrapolate.economics import economics_assumptions, step_cost, step_energy_j
-from llmprof.extrapolate.forecast import Request, Simulation, simulate_step
+from llmprof.extrapolate.forecast import Forecaster, Simulation
+from llmprof.extrapolate.request import check_positive
 from llmprof.extrapolate.rows import collective_rows, memory_rows, operator_rows, phase_rows, span_rows
 from llmprof.extrapolate.uncertainty import SPEC_SHEET_FRACTION, Interval, interval, widen
 from llmprof.schema.cluster import Cluster
@@ -59,8 +60,9 @@ def predict(
         WorkloadError: there is no workload, or it was not traced for what is asked.
         LayoutError: the layout does not multiply out, does not fit the cluster's size, or is not supported.
     """
-    request = Request(global_batch=global_batch, seq=seq, tokens=tokens, draws=draws, seed=seed)
-    simulation = simulate_step(profile, layout, cluster, request)
+    check_positive(tokens=tokens)
+    forecaster = Forecaster(profile, cluster, draws=draws, seed=seed)
+    simulation = forecaster.simulate(layout, global_batch=global_batch, seq=seq)
     forecast = forecast_object(profile, cluster, simulation, tokens=tokens)
     return _profile(profile, cluster, simulation, forecast)
 

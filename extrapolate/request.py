@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmprof.errors import LayoutError, WorkloadError
+from llmprof.errors import LayoutError, RequestError, WorkloadError
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.workload import ClassTrace, Workload
 
 SUPPORTED_SCHEDULES = ("gpipe", "1f1b")
 MAX_REPLICATED_FLOPS = 0.05
+
+
+def check_positive(**values: float | None) -> None:
+    """Refuse zero and negative numbers; None is not given.
+
+    Raises:
+        RequestError: with the name and the value.
+    """
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise RequestError(f"{name}={value:g} is not positive", hint=f"give {name} above 0")
 
 
 def check_supported(layout: Layout, cluster: Cluster) -> None:

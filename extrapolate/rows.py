@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.forecast import Simulation, StageResult
-from llmprof.extrapolate.layers import groups_optimizer
+from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
 from llmprof.extrapolate.optimizer import optimizer_ops
 from llmprof.extrapolate.partition import LayerWork, Op, Plan
 from llmprof.schema.operators import bytes_moved, format_shapes
@@ -54,7 +54,7 @@ def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[Op, str, 
 
 def _optimizer(layer: LayerWork, plan: Plan, simulation: Simulation) -> tuple[Op, ...]:
     grouped = groups_optimizer(plan, simulation.machine)
-    return optimizer_ops(layer.optimizer, shard=plan.layout.dp_shard, grouped=grouped)
+    return optimizer_ops(stage_optimizer(layer, plan), shard=plan.layout.dp_shard, grouped=grouped)
 
 
 def _operator_row(stage: int, entry: tuple[Op, str, str, float], prices: Prices, device: str) -> OperatorRow:
