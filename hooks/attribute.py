@@ -102,7 +102,7 @@ class _Walker:
     def finish(self) -> Attribution:
         """Drops threads without model code, tells work after the backward pass from forward work, sorts."""
         found = self._found
-        found.calls = [call for call in found.calls if call.thread in found.threads]
+        found.calls = [call for call in found.calls if call.device or call.thread in found.threads]
         found.calls.sort(key=lambda call: call.start_us)
         found.marks.sort(key=lambda mark: mark[1])
         ends = _step_ends(found)

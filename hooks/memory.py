@@ -48,7 +48,8 @@ class SavedActivations:
 
     `peak_bytes` is the most that was alive at once: the activations of the microbatches in flight, without
     parameters. Tensors that a non-reentrant checkpoint holds are its own and are not seen. Enter it around one
-    step; it does not change what is computed.
+    step; it changes nothing that is computed, but while entered autograd does not check that saved tensors
+    were left alone, so a loop must have passed that check once before.
 
     Args:
         model: its parameters and buffers do not count.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,7 +32,7 @@ class Checkpointed(TinyLlama):
     reentrant = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        cos, sin = (self.get_buffer(name)[: tokens.shape[1]] for name in ("cos", "sin"))
         x = self.tok(tokens)
         for layer in self.layers:
             x = checkpoint(layer, x, cos, sin, use_reentrant=self.reentrant)
@@ -223,7 +222,7 @@ def test_waiting_for_data_is_input() -> None:
     batches = iter(DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
     recording = record(lambda: model(next(batches)[0]).sum().backward(), model)
     assert {row.module for row in rows(recording, "stack")} == {"input"}
-    by_phase = Counter[str]()
+    by_phase: dict[str, float] = defaultdict(float)
     for row in recording.phases:
         by_phase[row.phase] += row.exclusive_us
     loaded = sum(row.exclusive_us for row in rows(recording, phase="input")) * STEPS
@@ -244,15 +243,16 @@ def test_an_exception_reaches_the_user_and_leaves_no_scope_open() -> None:
                 raise ValueError("bad batch")
             return y.tanh()
 
-    model = nn.Sequential(Fragile(), nn.Linear(8, 2))
+    fragile = Fragile()
+    model = nn.Sequential(fragile, nn.Linear(8, 2))
     x = torch.randn(4, 8)
     recorder = recorder_of(model)
     recorder.start()
     recorder.mark_step(0)
-    model[0].fail = True
+    fragile.fail = True
     with pytest.raises(ValueError, match="bad batch"):
         model(x)
-    model[0].fail = False
+    fragile.fail = False
     x.sigmoid()
     model(x).sum().backward()
     recorder.mark_step(1)
