@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log
 from statistics import NormalDist
@@ -28,7 +28,7 @@ from llmprof.extrapolate.schedule import (
     gathers_needed,
     in_flight,
 )
-from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pipeline, Span, StageClock, add_into
+from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Pipeline, Span, StageClock, add_into
 from llmprof.extrapolate.stage import Stage
 from llmprof.extrapolate.uncertainty import Factors
 from llmprof.schema.cluster import Cluster
@@ -40,6 +40,8 @@ ASSUMED_JITTER = 0.005
 MAX_JITTER = 0.05
 JITTER_SPREAD = 0.4
 INPUT_SPREAD = 0.2
+Programs = list[list[Instruction]]
+"""Instructions by stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +53,23 @@ class StageResult:
         parts: owners of its nominal time up to `end_s`.
         evidence: nominal seconds of its work by kind of evidence.
         calls: its collectives in one step.
+        clock: its passes and waits.
+        ending: what followed the last backward.
     """
 
     end_s: Array
     parts: Parts
     evidence: Parts
     calls: Calls
-    spans: tuple[Span, ...]
+    clock: StageClock
+    ending: Pass
+
+    def spans(self) -> Iterator[Span]:
+        """What ran in the nominal step."""
+        yield from self.clock.spans()
+        start = float(self.end_s[0] - self.ending.duration_s[0])
+        for span in self.ending.spans:
+            yield replace(span, start_s=start + span.start_s)
 
     @property
     def busy_s(self) -> float:
@@ -111,6 +123,7 @@ class Forecaster:
         self._scale = window_scale(profile, self._operators)
         self._layers: dict[tuple[object, ...], dict[str, LayerWork]] = {}
         self._pricer = LayerPricer()
+        self._schedules: dict[tuple[str, int, int], Programs] = {}
 
     def simulate(
         self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
@@ -125,7 +138,7 @@ class Forecaster:
         layout, batch_line = resolve_batch(layout, self._workload, global_batch)
         plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
         machine = self._machine(layout)
-        programs = [list(SCHEDULES[layout.schedule](s, layout.pp, layout.accum)) for s in range(layout.pp)]
+        programs = self._programs(layout)
         segments = self._pricer.segments(plan, machine, key=key)
         stages = _run_stages(plan, machine, segments, programs=programs, cluster=self.cluster)
         end: Array = np.maximum.reduce([s.end_s for s in stages])
@@ -154,6 +167,16 @@ class Forecaster:
         plan = partition(self._workload, layout, seq=seq, precision=rule, layers=self._layers[key])
         return plan, key
 
+    def _programs(self, layout: Layout) -> Programs:
+        """Instructions of every stage."""
+        key = (layout.schedule, layout.pp, layout.accum)
+        if key not in self._schedules:
+            schedule = SCHEDULES[layout.schedule]
+            self._schedules[key] = [
+                list(schedule(stage, layout.pp, layout.accum)) for stage in range(layout.pp)
+            ]
+        return self._schedules[key]
+
     def _machine(self, layout: Layout) -> Machine:
         prices = Prices(
             operators=self._operators,
@@ -178,13 +201,13 @@ class Forecaster:
         extra: Array = waited + late * self._factors.factor("straggler", JITTER_SPREAD)
         return extra, {"input": wait, "straggler": late}
 
-    def _memory(self, plan: Plan, programs: Sequence[Sequence[Instruction]]) -> MemoryForecast:
+    def _memory(self, plan: Plan, programs: Programs) -> MemoryForecast:
         framework = measured_framework(self.profile) if self._same else None
         return forecast_memory(
             plan,
             Capacity(cluster=self.cluster, framework_bytes=framework),
             factors=self._factors,
-            in_flight=[in_flight(list(p)) for p in programs],
+            in_flight=[in_flight(p) for p in programs],
         )
 
 
@@ -193,14 +216,12 @@ def _run_stages(
     machine: Machine,
     segments: dict[str, LayerSegments],
     *,
-    programs: Sequence[Sequence[Instruction]],
+    programs: Programs,
     cluster: Cluster,
 ) -> tuple[StageResult, ...]:
     """Run all stages against each other."""
     stages = [
-        Stage(
-            index=i, plan=plan, machine=machine, segments=segments, gathers=gathers_needed(list(programs[i]))
-        )
+        Stage(index=i, plan=plan, machine=machine, segments=segments, gathers=gathers_needed(programs[i]))
         for i in range(len(programs))
     ]
     messages = [_message(plan, machine, cluster, i) for i in range(len(programs) - 1)]
@@ -208,9 +229,8 @@ def _run_stages(
     clocks = pipeline.run(np.zeros(1 + machine.factors.draws))
     for boundary, message in enumerate(messages):
         for stage in (boundary, boundary + 1):
-            for _ in range(2 * plan.layout.accum):
-                add_into(clocks[stage].evidence, message.evidence)
-                add_into(clocks[stage].calls, message.calls)
+            add_into(clocks[stage].evidence, message.evidence, 2.0 * plan.layout.accum)
+            add_into(clocks[stage].calls, message.calls, 2.0 * plan.layout.accum)
     return tuple(_end(stage, clock) for stage, clock in zip(stages, clocks, strict=True))
 
 
@@ -230,14 +250,8 @@ def _end(stage: Stage, clock: StageClock) -> StageResult:
     add_into(parts, end.parts)
     add_into(evidence, end.evidence)
     add_into(calls, end.calls)
-    offset = float(start[0])
-    spans = [replace(s, start_s=s.start_s + offset) for s in end.spans]
     return StageResult(
-        end_s=start + end.duration_s,
-        parts=parts,
-        evidence=evidence,
-        calls=calls,
-        spans=(*clock.spans, *spans),
+        end_s=start + end.duration_s, parts=parts, evidence=evidence, calls=calls, clock=clock, ending=end
     )
 
 

@@ -143,7 +143,7 @@ def span_rows(simulation: Simulation) -> tuple[SpanRow, ...]:
     offset = simulation.parts.get("input", 0.0)
     rows: list[SpanRow] = []
     for stage, result in enumerate(simulation.stages):
-        spans = result.spans
+        spans = tuple(result.spans())
         if len(spans) > MAX_SPANS:
             spans = tuple(s for s in spans if s.stream in ("schedule", "pp"))
         rows.extend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,7 @@ class Backward:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One message between neighbours: what, of which microbatch, over which boundary (i is between i and i + 1)."""
 
     what: Literal["activation", "gradient"]

@@ -6,7 +6,8 @@ pass simulates all. Parts (who owns the time) are kept for the nominal run and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -72,10 +73,10 @@ class Pass:
 Key = TypeVar("Key")
 
 
-def add_into(total: dict[Key, float], values: Mapping[Key, float]) -> None:
-    """Add `values` into `total`, key by key."""
+def add_into(total: dict[Key, float], values: Mapping[Key, float], times: float = 1.0) -> None:
+    """Add `values`, `times` over, into `total`, key by key."""
     for key, value in values.items():
-        total[key] = total.get(key, 0.0) + value
+        total[key] = total.get(key, 0.0) + times * value
 
 
 @dataclass(slots=True)
@@ -165,7 +166,12 @@ class StageClock:
 
     Attributes:
         now_s: end of its last instruction.
-        tail_end_s: when work on side streams ends.
+        tail_end_s: when work on side streams ends; `tail_part` owns what that exposes.
+        parts: owners of its time, complete when the pipeline has run.
+        evidence, calls: of all its passes, complete when the pipeline has run.
+        runs: passes with their nominal start.
+        waits: messages that it stood still for, in the nominal run.
+        position: next instruction.
     """
 
     now_s: Array
@@ -174,8 +180,27 @@ class StageClock:
     parts: Parts = field(default_factory=dict)
     evidence: Parts = field(default_factory=dict)
     calls: Calls = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    runs: list[tuple[Forward | Backward, float, Pass]] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
     position: int = 0
+
+    def add_up(self) -> None:
+        """Add the passes into parts, evidence and calls; equal passes are one object."""
+        passes = {id(run): run for _, _, run in self.runs}
+        for key, times in Counter(id(run) for _, _, run in self.runs).items():
+            add_into(self.parts, passes[key].parts, times)
+            add_into(self.evidence, passes[key].evidence, times)
+            add_into(self.calls, passes[key].calls, times)
+
+    def spans(self) -> Iterator[Span]:
+        """Instructions on the stream "schedule", what ran inside them on its own streams, and waits."""
+        yield from self.waits
+        for instruction, start, run in self.runs:
+            phase = type(instruction).__name__.lower()
+            name = f"{phase} {instruction.microbatch}"
+            yield Span("schedule", name, phase, start, float(run.duration_s[0]))
+            for span in run.spans:
+                yield Span(span.stream, span.name, span.phase, start + span.start_s, span.duration_s)
 
 
 @dataclass(slots=True)
@@ -206,6 +231,8 @@ class Pipeline:
                 running |= self._advance(stage)
         stuck = [i for i, c in enumerate(self.clocks) if c.position < len(self.programs[i])]
         assert not stuck, f"schedule deadlock on stages {stuck}"
+        for clock in self.clocks:
+            clock.add_up()
         return self.clocks
 
     def _advance(self, stage: int) -> bool:
@@ -227,43 +254,32 @@ class Pipeline:
     def _compute(self, stage: int, instruction: Forward | Backward) -> None:
         clock = self.clocks[stage]
         run = self.stages[stage].run(instruction)
-        start = float(clock.now_s[0])
+        clock.runs.append((instruction, float(clock.now_s[0]), run))
         clock.now_s = clock.now_s + run.duration_s
-        add_into(clock.parts, run.parts)
-        add_into(clock.evidence, run.evidence)
-        add_into(clock.calls, run.calls)
         if run.tail_s is not None:
             clock.tail_end_s, clock.tail_part = clock.now_s + run.tail_s, run.tail_part
-        clock.spans.append(
-            Span(
-                "schedule",
-                f"{type(instruction).__name__.lower()} {instruction.microbatch}",
-                type(instruction).__name__.lower(),
-                start,
-                float(run.duration_s[0]),
-            )
-        )
-        clock.spans.extend(
-            Span(s.stream, s.name, s.phase, start + s.start_s, s.duration_s) for s in run.spans
-        )
 
     def _wait(self, clock: StageClock, instruction: Wait) -> bool:
-        ends = []
+        arrived: Array | None = None
+        slowest = instruction.transfers[0]
         for transfer in instruction.transfers:
             end = self._end(transfer)
             if end is None:
                 return False
-            ends.append(end)
-        arrived = ends[0] if len(ends) == 1 else np.maximum.reduce(ends)
+            if arrived is None:
+                arrived = end
+            else:
+                slowest = transfer if end[0] > arrived[0] else slowest
+                arrived = np.maximum(arrived, end)
+        assert arrived is not None, "a wait names its transfers"
         until = np.maximum(clock.now_s, arrived)
         gap = float(until[0] - clock.now_s[0])
         if gap > 0:
-            slowest = max(instruction.transfers, key=lambda t: float(self._arrived[t][0]))
             moving = min(gap, float(self.transfer_s[slowest.boundary][0]))
-            add_into(clock.parts, {"pp": moving, "bubble": gap - moving})
-            clock.spans.append(
-                Span("pp", f"{slowest.what} {slowest.microbatch}", "pp", float(until[0]) - moving, moving)
-            )
+            clock.parts["pp"] = clock.parts.get("pp", 0.0) + moving
+            clock.parts["bubble"] = clock.parts.get("bubble", 0.0) + gap - moving
+            name = f"{slowest.what} {slowest.microbatch}"
+            clock.waits.append(Span("pp", name, "pp", float(until[0]) - moving, moving))
         clock.now_s = until
         return True
 

@@ -95,6 +95,9 @@ class Stage:
             reducer.layer_done(position, started)
         if sync and layout.zero == 3:
             scatter(self._root_unit(), self.machine, streams)
+        if layout.pp == 1:
+            # torch's backward ends when its reductions have; in a pipeline other stages' work goes on beside them
+            streams.wait(streams.now("dp"), "dp")
         return self.machine.finish(streams)
 
     def end_of_step(self) -> Pass:

@@ -96,7 +96,7 @@ def test_two_stage_gpipe_by_hand() -> None:
     assert float(clocks[0].now_s[0]) == pytest.approx(11.0)
     assert clocks[0].parts["forward"] == pytest.approx(6.0)
     assert clocks[0].parts["pp"] + clocks[0].parts["bubble"] == pytest.approx(5.0)
-    starts = {s.name: s.start_s for s in clocks[1].spans if s.stream == "schedule"}
+    starts = {s.name: s.start_s for s in clocks[1].spans() if s.stream == "schedule"}
     assert starts == {"forward 0": 1.5, "forward 1": 3.0, "backward 0": 4.0, "backward 1": 6.0}
 
 
