@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import CodeType
 from typing import Any, ParamSpec, Protocol, cast
@@ -104,7 +104,7 @@ def is_composite(op: str, overload: str, device: str) -> bool:
 
     Args:
         op: full name without overload, such as "aten::linear".
-        overload: overload name, "" for the default one.
+        overload: overload name, "" for the default one or when it was not recorded.
         device: device type; an operator with a kernel of its own there is no composite.
     """
     has_kernel: Callable[[str, str], bool] | None = getattr(
@@ -112,11 +112,36 @@ def is_composite(op: str, overload: str, device: str) -> bool:
     )
     if has_kernel is None:
         return op in _COMPOSITES
-    name = f"{op}.{overload}" if overload else op
+    names = [f"{op}.{overload}"] if overload else _overloads(op)
     try:
-        return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, device.upper())
+        return bool(names) and all(
+            has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, device.upper())
+            for name in names
+        )
     except RuntimeError:  # not an operator of this build
         return op in _COMPOSITES
+
+
+def _overloads(op: str) -> list[str]:
+    """The default overload's name if there is one, else those of all overloads; empty for an unknown operator."""
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    overloads: list[str] = packet.overloads() if packet is not None else []
+    return [op] if "default" in overloads else [f"{op}.{overload}" for overload in overloads]
+
+
+def window_profiler(activities: Sequence[torch.profiler.ProfilerActivity]) -> torch.profiler.profile:
+    """A profiler that records shapes and, where this torch can, the overloads of operators."""
+    config_type: Callable[..., Any] | None = getattr(
+        getattr(torch._C, "_profiler", None), "_ExperimentalConfig", None
+    )
+    config = None
+    if config_type is not None:
+        try:
+            config = config_type(capture_overload_names=True)
+        except TypeError:
+            config = config_type()
+    return torch.profiler.profile(activities=list(activities), record_shapes=True, experimental_config=config)
 
 
 def kineto_results(profiler: torch.profiler.profile) -> Any:

@@ -87,7 +87,7 @@ class Recorder:
         if self._device == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
-        profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        profiler = private.window_profiler(activities)
         try:
             self._scopes.install()
             profiler.start()
