@@ -42,6 +42,7 @@ class RunState:
     options: CaptureOptions
     rank: int = 0
     world_size: int = 1
+    backend: str = ""
     device: str = "cpu"
     precision: str = "float32"
     layout: Layout | None = None
@@ -154,9 +155,11 @@ class Capture:
         self._closed = True
         for part in (self._end_last_step, self.taps.remove, self.windows.abandon):
             self._never_raise(part)
-        if self._implicit and not self.rows:
-            return
-        self._never_raise(lambda: self._write_run(trace_workload=trace_workload))
+        if self.rows or not self._implicit:
+            self._never_raise(lambda: self._write_run(trace_workload=trace_workload))
+        for file in (self._scalars, self._writer):
+            if file is not None:
+                file.close()
         self._kept_alive = []
 
     def _never_raise(self, part: Callable[[], None]) -> None:
@@ -175,15 +178,15 @@ class Capture:
         """A step ended: time it, move the window, write what may be written, begin the next."""
         end = self.clock.mark()
         following = self._step + 1
-        if self.windows.is_open:
-            self.windows.mark(following)
+        in_window = self.windows.is_open
+        self.windows.mark(following)
         self._add(facts, end)
         self._step = following
         self._learn()
         self._move_window()
         if not self.windows.is_open and self._log is not None:
             self._log.flush()
-        self._begin = self.clock.mark()
+        self._begin = end if in_window and self.windows.is_open else self.clock.mark()
 
     def _add(self, facts: StepFacts, end: Mark) -> None:
         if self._log is None:
@@ -226,6 +229,7 @@ class Capture:
         """At the first boundary the process group exists: rank, directory, journal, scalars."""
         state = self.state
         state.rank, state.world_size = ranks.current_rank(), ranks.current_world_size()
+        state.backend = ranks.current_backend()
         directory = state.options.directory
         if state.rank == 0:
             finish.clear_stale(directory, world_size=state.world_size)
@@ -275,7 +279,7 @@ class Capture:
             self.clock.synchronize()
             if self._log is not None:
                 self._log.flush()
-            self.windows.open(self._step)
+            self.windows.open(self._step, entering=self.taps.roots.entering)
 
     def _close_window(self) -> None:
         self.clock.synchronize()
@@ -328,8 +332,6 @@ class Capture:
             self.state.warnings.append("no workload was traced, because the loop ended with an exception")
         self._write_tables(status="complete")
         finish.write_mfu(self, self._scalars)
-        if self._scalars is not None:
-            self._scalars.close()
         directory = self.state.options.directory
         if self.state.rank == 0:
             logger.info("llmprof: %d steps captured; see: llmprof show %s", len(self.rows), directory)

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmprof.errors import LayoutError
 from llmprof.hooks import private
-from llmprof.hooks.ranks import current_backend
 from llmprof.schema.layout import PRECISIONS, Layout
 from llmprof.schema.operators import MATMUL_FAMILIES
 from llmprof.schema.profile import OperatorRow, SourceRow
@@ -141,7 +140,7 @@ def model_flops_per_step(operators: Iterable[OperatorRow]) -> float | None:
     return total or None
 
 
-def source_row(*, rank: int, device: str, clock: str) -> SourceRow:
+def source_row(*, rank: int, device: str, clock: str, backend: str) -> SourceRow:
     """The machine and the software that this rank runs on."""
     on_cuda = device == "cuda" and torch.cuda.is_available()
     return SourceRow(
@@ -152,7 +151,7 @@ def source_row(*, rank: int, device: str, clock: str) -> SourceRow:
         device_count=torch.cuda.device_count() if on_cuda else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory_bytes=_device_memory_bytes() if on_cuda else _host_memory_bytes(),
-        backend=current_backend(),
+        backend=backend,
         clock=clock,
         software=f"torch {torch.__version__}, python {platform.python_version()}",
     )

@@ -37,7 +37,9 @@ def make_profile(capture: Capture, *, status: str) -> Profile:
     """Everything known so far as one rank's Profile."""
     state = capture.state
     window = _representative(capture.windows.recorded)
-    source = captured.source_row(rank=state.rank, device=state.device, clock=capture.clock.name)
+    source = captured.source_row(
+        rank=state.rank, device=state.device, clock=capture.clock.name, backend=state.backend
+    )
     steps = settle_kinds(_with_recorded_durations(capture.rows, capture.windows.recorded))
     base = make_manifest(state, status=status)
     recording = window.recording if window is not None else None
@@ -126,15 +128,17 @@ def _representative(windows: Sequence[RecordedWindow]) -> RecordedWindow | None:
 
 
 def _with_recorded_durations(rows: Sequence[StepRow], windows: Sequence[RecordedWindow]) -> list[StepRow]:
-    """Steps of a window take the duration that their phases partition, so that both agree exactly."""
+    """Steps of a window take the duration that their phases partition, so that both agree exactly; ends stay."""
     durations: dict[int, float] = {}
     for window in windows:
         for phase in window.recording.phases:
             durations[phase.step] = durations.get(phase.step, 0.0) + phase.exclusive_us
-    return [
-        msgspec.structs.replace(row, duration_us=durations[row.step]) if row.step in durations else row
-        for row in rows
-    ]
+    settled = []
+    for row in rows:
+        duration_us = durations.get(row.step, row.duration_us)
+        start_us = row.start_us + row.duration_us - duration_us
+        settled.append(msgspec.structs.replace(row, start_us=start_us, duration_us=duration_us))
+    return settled
 
 
 def _layout_text(layout: Layout | None, inputs: RootInputs, steps: Sequence[StepRow]) -> str:
@@ -169,8 +173,8 @@ def _warnings(capture: Capture, steps: Sequence[StepRow]) -> list[str]:
         found.append(
             f"only {timed} plain steps were timed, {ENOUGH_STEPS} or more are better: train a few steps more"
         )
-    first = capture.windows.next_first
-    if not capture.windows.recorded and first is not None:
+    first = capture.windows.first_planned
+    if not capture.windows.recorded and first is not None and len(steps) <= first:
         found.append(
             f"the run ended after {len(steps)} steps, before the profiled window at step {first}: train longer, or "
             "set wait and warmup lower"

@@ -22,8 +22,11 @@ class _Once:
     def __init__(self, function: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
         self._function = function
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._function is not None and not torch.compiler.is_compiling():
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # without kwargs: an earlier hook of the same call has taken this one out
+        if self._function is not None and kwargs is not None and not torch.compiler.is_compiling():
             self._function(args, kwargs)
 
     def __reduce__(self) -> tuple[type[_Once], tuple[()]]:

@@ -38,6 +38,7 @@ class Roots:
         self._known: dict[int, weakref.ref[nn.Module]] = {}
         self._trained: set[int] = set()
         self._main_id = 0
+        self.entering: nn.Module | None = None
         self._owner: weakref.ref[nn.Module] | None = None
         self.called_in_parts = ""
         self.inputs = RootInputs()
@@ -82,19 +83,30 @@ class Roots:
         """
         if not self.installed:
             self._ignore_compile_warning()
-            find = nn_module.register_module_forward_pre_hook(guard.wrap(self._enter))
-            leave = nn_module.register_module_forward_hook(guard.wrap(self._leave), always_call=True)
-            self._finding = [find.remove, leave.remove]
+            self._find(guard)
         elif self._finding and self._passes_a_step():
             self._complete(guard, list(optimizers))
             watch = nn_module.register_module_forward_pre_hook(guard.wrap(self._watch))
             self._watching.append(watch.remove)
             self._stop_finding()
 
+    def search_again(self, guard: Guard) -> None:
+        """A new optimizer was stepped, so another model may be trained now."""
+        if self.settled:
+            while self._watching:
+                self._watching.pop()()
+            self._find(guard)
+
+    def _find(self, guard: Guard) -> None:
+        self._boundaries = 0
+        find = nn_module.register_module_forward_pre_hook(guard.wrap(self._enter))
+        leave = nn_module.register_module_forward_hook(guard.wrap(self._leave), always_call=True)
+        self._finding = [find.remove, leave.remove]
+
     def _passes_a_step(self) -> bool:
         """True at the second boundary after the hooks went in: everything has been called once."""
         self._boundaries += 1
-        return bool(self._known) or self._boundaries > 1
+        return self._boundaries > 1
 
     def _complete(self, guard: Guard, optimizers: list[Optimizer]) -> None:
         """Look for the owner of the trained parameters when no root holds most of them: the loop calls its parts."""
@@ -139,7 +151,8 @@ class Roots:
         if self._depth == 0 and self._is_call_of_the_loop():
             self._found(module)
             self._called(module, args)
-        self._depth += 1
+        if self._finding:  # the call may have been a boundary, after which roots are only watched
+            self._depth += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -170,11 +183,15 @@ class Roots:
             self._choose_main(module)
         elif self._trained and id(module) not in self._trained:
             return  # a frozen reference model beside the trained one
-        if not grad or id(module) != self._main_id:
-            self._detector.root_forward(grad=grad, counts=not grad)
-            return
-        tokens, sequences = self.inputs.size(args)
-        self._detector.root_forward(grad=True, tokens=tokens, sequences=sequences)
+        is_main = id(module) == self._main_id
+        tokens, sequences = self.inputs.size(args) if grad and is_main else (None, None)
+        self.entering = module
+        try:
+            self._detector.root_forward(
+                grad=grad, counts=not grad or is_main, tokens=tokens, sequences=sequences
+            )
+        finally:
+            self.entering = None
 
     def _choose_main(self, module: nn.Module) -> None:
         if id(module) == self._main_id:

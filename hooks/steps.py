@@ -83,6 +83,10 @@ class StepDetector:
         if self._optimizer_steps[key] >= MAX_REPEATS and not self._explicit:
             self._stop_waiting()
 
+    def forget(self, key: int) -> None:
+        """An optimizer is gone: no longer wait for it."""
+        self._known_optimizers.discard(key)
+
     def _stop_waiting(self) -> None:
         """The boundary did not come: from now on wait neither for a batch nor for optimizers that rest."""
         self._known_optimizers = set(self._optimizer_steps)

@@ -96,7 +96,10 @@ class Taps:
         if os.getpid() != self._process:
             return
         self.optimizer_time = time.perf_counter()
-        self.optimizers.add(optimizer)
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            weakref.finalize(optimizer, self._detector.forget, id(optimizer)).atexit = False
+            self.roots.search_again(self._guard)
         if not self.roots.installed:
             self.roots.advance(self._guard, self.optimizers)
         self._detector.optimizer_stepped(id(optimizer))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from llmprof.hooks import private
 
@@ -21,6 +22,8 @@ class StepRecorder(Protocol):
     """What a window needs of `llmprof.hooks.recorder.Recorder`."""
 
     def start(self) -> object: ...
+
+    def enter(self, module: nn.Module) -> None: ...
 
     def mark_step(self, step: int) -> None: ...
 
@@ -73,7 +76,8 @@ class Windows:
         export: Callable[[torch.profiler.profile], None] | None = None,
     ) -> None:
         self._export = export
-        self._ahead = list(schedule.windows())
+        self._planned = schedule.windows()
+        self._ahead = list(self._planned)
         self._warmup = schedule.warmup
         self._make_recorder = make_recorder
         self._recorder: StepRecorder | None = None
@@ -87,9 +91,9 @@ class Windows:
         return self._recorder is not None
 
     @property
-    def next_first(self) -> int | None:
-        """First step of the next window, None when there is none."""
-        return self._ahead[0].start if self._ahead else None
+    def first_planned(self) -> int | None:
+        """First step of the first window, None when none was asked for."""
+        return self._planned[0].start if self._planned else None
 
     def closes_at(self, step: int) -> bool:
         """True when the open window ends where `step` begins."""
@@ -111,8 +115,13 @@ class Windows:
             with torch.profiler.profile(activities=profiler_activities()):
                 pass
 
-    def open(self, step: int) -> None:
-        """Start recording; skipped with a warning while another profiler runs."""
+    def open(self, step: int, *, entering: nn.Module | None = None) -> None:
+        """Start recording; skipped with a warning while another profiler runs.
+
+        Args:
+            step: index of the step that begins.
+            entering: the root whose forward begins the step, when the boundary falls there.
+        """
         if private.profiler_active():
             self._ahead.pop(0)
             self.warnings.append(f"another profiler was active at step {step}: the window was skipped")
@@ -123,6 +132,8 @@ class Windows:
         recorder.start()
         self._recorder, self._first = recorder, step
         recorder.mark_step(step)
+        if entering is not None:
+            recorder.enter(entering)
 
     def close(self, step: int) -> None:
         """Stop recording; `step` is the first that is not in the window."""
