@@ -190,7 +190,7 @@ class _Search:
             raise WorkloadError(reason)
         first: WorkloadError | None = None
         with fake_world(0, self._tp):
-            variants = _variants(self._base.prepared.module, self._plan, self._flow, self._tp)
+            variants = integer_variants(self._base.prepared.module, self._plan, self._flow, self._tp)
             for variant in itertools.chain(tuple(self._known), variants):
                 try:
                     prepared = prepare(
@@ -222,9 +222,7 @@ class _Search:
 
     def _shard(self, module: nn.Module, variant: Sequence[AttributePath]) -> dict[str, str]:
         mesh = init_device_mesh("cpu", (self._tp,), mesh_dim_names=("tp",))
-        for name in _holders(self._plan):
-            for path in variant:
-                _divide(module.get_submodule(name), path, self._tp)
+        divide_integers(module, self._plan, variant, self._tp)
         apply_plan(module, mesh, self._plan, self._flow, sp=self._sp)
         return {mesh.get_group("tp").group_name: "tp"}
 
@@ -268,7 +266,7 @@ def _holders(plan: TensorPlan) -> list[str]:
     return list(dict.fromkeys(n.rpartition(".")[0] for n, role in plan.roles.items() if role == COLUMN))
 
 
-def _variants(
+def integer_variants(
     root: nn.Module, plan: TensorPlan, flow: Dataflow, tp: int
 ) -> Iterator[tuple[AttributePath, ...]]:
     """Sets of integers to divide by the degree: none, all head counts, these and widths, then parts of them."""
@@ -308,6 +306,13 @@ def _integers(module: nn.Module) -> Iterator[tuple[AttributePath, int]]:
             for inner, number in vars(value).items():
                 if type(number) is int:
                     yield (key, inner), number
+
+
+def divide_integers(module: nn.Module, plan: TensorPlan, variant: Sequence[AttributePath], tp: int) -> None:
+    """Let modules that hold column-parallel projections count only this rank's heads, in place."""
+    for name in _holders(plan):
+        for path in variant:
+            _divide(module.get_submodule(name), path, tp)
 
 
 def _divide(module: nn.Module, path: AttributePath, tp: int) -> None:

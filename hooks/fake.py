@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,12 +44,14 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Failed shape rules are no news: they are tried, and reported as an error when nothing works."""
+    """Failed shape rules and torch's advice to the user are no news: what does not work ends in an error of ours."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)
 
@@ -135,6 +138,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage while it lives (fake tensors have no address)."""
     key: int = local_tensor(tensor).untyped_storage()._cdata
     return key
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """True when another tensor uses the same storage."""
+    storage = tensor.untyped_storage()  # this wrapper is one of the users
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses > 2
 
 
 def group_name(argument: Any) -> str:

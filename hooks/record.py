@@ -12,7 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmprof.hooks.fake import current_node, group_name, local_tensor, next_sequence_number, storage_key
+from llmprof.hooks.fake import (
+    current_node,
+    group_name,
+    is_shared,
+    local_tensor,
+    next_sequence_number,
+    storage_key,
+)
 from llmprof.hooks.phases import is_weight_gradient
 from llmprof.schema.operators import MATMUL_FAMILIES, Tensor, collective_kind, family
 
@@ -20,6 +27,10 @@ LOSS_SEGMENT = 1 << 30
 """Segment of what runs after the root module returned."""
 
 _IGNORED = ("prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit")
+
+
+_MADE_OF_OTHERS = ("aten::chunk", "aten::__or__", "aten::__and__")
+"""Operators without a kernel that reach a dispatch mode whole when nothing above it records gradients."""
 
 
 class TracedOp(NamedTuple):
@@ -157,23 +168,30 @@ class OpTracer(TorchDispatchMode):
         self.segment_of_owner: dict[str, int] = {}
         self._last_output = 0
         self._paused = False
+        self._wrapped_add = False
         self._collectives: dict[int, int] = {}
         self._waits: list[tuple[int, TracedOp]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_unwraps_itself(t) for t in types):
-            return NotImplemented
-        out = func(*args, **kwargs)
         name = str(func._schema.name)
+        if any(_unwraps_itself(t) for t in types):
+            self._wrapped_add = name == "aten::add"
+            return NotImplemented
+        if name in _MADE_OF_OTHERS and not self._paused:
+            with self:  # its parts are what runs
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
         if name in _IGNORED or self._paused:
             return out
-        inputs = tuple(operator_tensors((*args, *kwargs.values())))
+        inputs = tuple(operator_tensors((*_profiled(func, args), *kwargs.values())))
         outputs = tuple(operator_tensors(out if isinstance(out, (list, tuple)) else (out,), scalars=True))
         phase, module, segment = self._where(name, inputs, args)
         kind = collective_kind(name)
         self._follow_parameters(name, args, kwargs, out, module, segment)
         self._last_output = id(out)
+        if name == "aten::add":
+            name = self._name_of_sum(inputs, args[0])
         row = TracedOp(
             op=name,
             phase=phase,
@@ -193,6 +211,16 @@ class OpTracer(TorchDispatchMode):
         else:
             self.rows.append(row)
         return out
+
+    def _name_of_sum(self, inputs: tuple[Tensor, ...], first: torch.Tensor) -> str:
+        """autograd sums the gradients of a tensor used twice in place when nobody else holds the first one.
+
+        It does not for fake tensors, so the name is mended; nor for distributed ones.
+        """
+        wrapped, self._wrapped_add = self._wrapped_add, False
+        if self.phase != "backward" or wrapped or len(inputs) != 2 or inputs[0] != inputs[1]:
+            return "aten::add"
+        return "aten::add" if is_shared(first) else "aten::add_"
 
     def finished_rows(self) -> list[TracedOp]:
         """Rows in execution order, but each wait right after its collective: torch waits at the first use, wherever it is."""
@@ -321,6 +349,13 @@ def _attributes(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
             value = args[position] if position < len(args) else kwargs.get("is_causal")
             return ("causal",) if value is True else ()
     return ()
+
+
+def _profiled(func: Any, args: Sequence[Any]) -> Iterator[Any]:
+    """Arguments whose shapes the profiler records: not lists of optional tensors (the indices of `index_put_`)."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if "Optional[Tensor]" not in str(argument.type) or not isinstance(value, (list, tuple)):
+            yield value
 
 
 def _unwraps_itself(cls: type) -> bool:
