@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from llmprof.extrapolate.predict import BREAKDOWN, predict
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.profile import MEMORY_CATEGORIES, HostRow, OperatorRow, Profile
-from llmprof.schema.store import load_profile, save_profile
+from llmprof.schema.store import load_profile, load_workload, save_profile
 from tests.workloads import cpu_cluster, gpu_cluster, profile, workload
 
 KEYS = {
@@ -271,3 +272,33 @@ def test_whole_run_when_its_tokens_are_given() -> None:
     assert found["run"]["days"]["p50"] == pytest.approx(steps * found["step_time_s"]["p50"] / 86400)
     assert found["run"]["cost"]["total"] == pytest.approx(found["cost"]["per_step"] * steps)
     assert forecast("dp=2,mb=2", gpu_cluster())["run"] is None
+
+
+SAMPLE = Path(__file__).parent / "data" / "tiny_llama_workload.json"
+
+
+def traced_sample() -> Profile:
+    return profile(load_workload(SAMPLE))
+
+
+@pytest.mark.parametrize(
+    "layout", ["mb=4", "dp=2,zero=3,mb=2", "dp=2,mb=1,recompute=full", "pp=2,accum=4", "pp=3,accum=2,mb=2"]
+)
+def test_traced_decoder(layout: str) -> None:
+    for cluster in (gpu_cluster(), cpu_cluster()):
+        found = forecast(layout, cluster, traced_sample())
+        assert sum(found["breakdown_s"].values()) == pytest.approx(found["step_time_s"]["p50"])
+        assert found["bound_step_time_s"] <= found["step_time_s"]["p50"]
+
+
+def test_traced_classes_of_tensor_parallelism_do_the_same_work() -> None:
+    source = traced_sample()
+    assert source.workload is not None
+    work: dict[int, float] = {}
+    for trace in source.workload.classes:
+        layout = Layout(tp=trace.tp, sp=trace.sp, mb=trace.batch or 4)
+        predicted = predict(source, layout, cpu_cluster(), global_batch=4 if not trace.batch else None)
+        flops = sum(r.flops * r.count for r in predicted.operators if r.family == "matmul")
+        sequences = predicted.manifest.forecast["global_batch"] if predicted.manifest.forecast else 0
+        per_sequence = flops * trace.tp / sequences
+        assert per_sequence == pytest.approx(work.setdefault(1, per_sequence))
