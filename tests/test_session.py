@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def steps(count: int) -> Iterator[int]:
@@ -88,7 +89,7 @@ def test_steps_are_labelled(run: tuple[Path, llmprof.Profile]) -> None:
     assert {row.sequences for row in rows[2:]} == {BATCH}
     starts = [row.start_us for row in rows]
     assert starts == sorted(starts)
-    assert all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in pairwise(rows))
 
 
 def test_phases_partition_each_step_of_the_window(run: tuple[Path, llmprof.Profile]) -> None:
@@ -245,9 +246,9 @@ def test_windows_repeat_and_the_median_one_is_kept(tmp_path: Path) -> None:
 
 
 def test_another_profiler_is_left_alone(tmp_path: Path) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
-        with llmprof.session(logdir=tmp_path, wait=3, warmup=0, active=1, workload=False):
-            train(6)
+    other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with other, llmprof.session(logdir=tmp_path, wait=3, warmup=0, active=1, workload=False):
+        train(6)
     assert any(event.key == "aten::mm" or event.key == "aten::addmm" for event in other.key_averages())
     profile = llmprof.load_profile(tmp_path)
     assert profile.operators == () and len(profile.steps) == 6
@@ -330,9 +331,9 @@ def test_errors_of_ours_are_counted_logged_once_and_switch_us_off(
         raise RuntimeError("disk full")
 
     monkeypatch.setattr(StepLog, "flush", fail)
-    with caplog.at_level(logging.WARNING, logger="llmprof"):
-        with llmprof.session(logdir=tmp_path, workload=False):
-            train(8)
+    session = llmprof.session(logdir=tmp_path, workload=False)
+    with caplog.at_level(logging.WARNING, logger="llmprof"), session:
+        train(8)
     messages = [record.getMessage() for record in caplog.records]
     assert sum("disk full" in text for text in messages) == 1
     assert any("switched off after 3 errors" in text for text in messages)

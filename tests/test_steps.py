@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_windows_are_as_long_as_asked_and_apart(wait: int, warmup: int, active: 
     windows = Schedule(wait=wait, warmup=warmup, active=active, repeat=repeat).windows()
     assert len(windows) == (repeat if active else 0)
     assert all(len(window) == active and window.start >= FIRST_STEP for window in windows)
-    for before, after in zip(windows, windows[1:], strict=False):
+    for before, after in pairwise(windows):
         assert after.start - before.stop >= min(wait + warmup, after.start)
 
 
@@ -147,7 +148,7 @@ class Net(nn.Module):
         self.outer = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.inner(x).relu())  # type: ignore[no-any-return]
+        return self.outer(self.inner(x).relu())
 
 
 def loader(batches: int = 10, workers: int = 0) -> DataLoader[tuple[torch.Tensor, ...]]:
