@@ -78,7 +78,7 @@ class _Walker:
         self._found = Attribution()
         self._creators: dict[tuple[int, int], Owner] = {}
         self._last_node: dict[int, Owner] = {}
-        self._all_shapes = modules.parameter_shapes()
+        self._shapes: dict[str, frozenset[tuple[int, ...]]] = {}
 
     def visit_root(self, event: Event) -> None:
         if event.name.startswith(GLOO_PREFIX):
@@ -164,10 +164,17 @@ class _Walker:
     def _is_weight_gradient(self, event: Event, context: _Context) -> bool:
         if context.node == _ACCUMULATE:
             return True
-        own = self._modules.parameter_shapes(context.owner.module)
-        shapes = own if any(len(shape) > 1 for shape in own) else self._all_shapes
         inputs = [tensor.shape for tensor in event.inputs if tensor.shape]
+        shapes = self._shapes_of(context.owner.module)
         return is_weight_gradient(event.name, inputs, shapes, transposed=event.transposed)
+
+    def _shapes_of(self, module: str) -> frozenset[tuple[int, ...]]:
+        """Shapes of the matrices that a module may use: its own and those below, else the whole model's."""
+        if module not in self._shapes:
+            own = self._modules.parameter_shapes(module)
+            whole = self._modules.parameter_shapes()
+            self._shapes[module] = own if any(len(shape) > 1 for shape in own) else whole
+        return self._shapes[module]
 
     def _node(self, event: Event, context: _Context) -> _Context:
         self._found.threads.setdefault(event.thread, "autograd")

@@ -94,11 +94,15 @@ class ModuleNames:
         """True for the FQN of a registered module."""
         return name in self._shapes
 
-    def parameter_shapes(self, name: str | None = None) -> frozenset[Shape]:
-        """Shapes, as operators see them, of the parameters a module owns directly; of all modules for None."""
-        if name is not None:
-            return frozenset(self._shapes.get(name, ()))
-        return frozenset(shape for shapes in self._shapes.values() for shape in shapes)
+    def parameter_shapes(self, name: str = "") -> frozenset[Shape]:
+        """Shapes, as operators see them, of the parameters of a module and everything below it."""
+        below = f"{name}." if name else ""
+        return frozenset(
+            shape
+            for owner, shapes in self._shapes.items()
+            if owner == name or owner.startswith(below)
+            for shape in shapes
+        )
 
     def roots(self) -> Iterator[nn.Module]:
         """Roots that are still alive, in the order seen."""

@@ -51,12 +51,18 @@ def is_weight_gradient(
     result = matmul_result_shape(op, input_shapes)
     if result is None:
         return False
+    result = _without_batch(result)
     shapes = {tuple(shape) for shape in parameter_shapes}
     if not shapes & {result, _transpose(result)}:
         return False
-    factors = [tuple(shape) for shape in input_shapes[_FIRST_FACTOR[name] :][:2]]
+    factors = [_without_batch(tuple(shape)) for shape in input_shapes[_FIRST_FACTOR[name] :][:2]]
     ambiguous = any(shapes & {factor, _transpose(factor)} for factor in factors)
     return transposed if ambiguous and transposed is not None else True
+
+
+def _without_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(1, m, n) -> (m, n): einsum runs a product of matrices as a batch of one."""
+    return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
 def _transpose(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -80,12 +80,12 @@ def test_two_models_and_a_model_seen_inside_out() -> None:
     assert names.add(outer) == "" and names.name(generator[0]) == "0"
 
 
-def test_shapes_belong_to_the_module_that_owns_the_parameter() -> None:
+def test_shapes_are_those_of_a_module_and_what_is_below_it() -> None:
     names = ModuleNames()
     names.add(nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)))
     assert names.parameter_shapes("0") == {(4, 8), (4,)}
     assert names.parameter_shapes("1") == {(4,)}
-    assert names.parameter_shapes("") == frozenset()
+    assert names.parameter_shapes("2") == frozenset()
     assert names.parameter_shapes() == {(4, 8), (4,)}
 
 
