@@ -74,7 +74,9 @@ function twoLines(f) {
 export function forecastSection(report) {
   const forecasts = list(report.forecasts).filter((f) => f && typeof f === "object");
   if (forecasts.length === 0) return [];
-  const state = { metric: "time", share: false, rows: forecasts.slice(0, MAX_ROWS) };
+  const medians = forecasts.map((f) => f.step_time_s?.p50).filter((v) => isNumber(v) && v > 0);
+  const share = Math.max(...medians) > 12 * Math.min(...medians); // short steps beside long ones would be invisible
+  const state = { metric: "time", share, rows: forecasts.slice(0, MAX_ROWS) };
   const height = () => 60 + 36 * state.rows.length;
   const intervals = chart(
     height(),
@@ -137,7 +139,7 @@ export function forecastSection(report) {
               [false, "time"],
               [true, "share"],
             ],
-            false,
+            share,
             (s) => {
               state.share = s;
               redraw();
