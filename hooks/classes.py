@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,7 +195,7 @@ class _Search:
             for variant in itertools.chain(tuple(self._known), variants):
                 try:
                     prepared = prepare(
-                        self._request, keep=self._base.keep, shard=lambda m, v=variant: self._shard(m, v)
+                        self._request, keep=self._base.keep, shard=partial(self._shard, variant)
                     )
                     trace = trace_at(prepared, self._request, self._sizes, points[0])
                     fraction, modules = replicated_share(reference, trace, self._tp)
@@ -220,7 +221,7 @@ class _Search:
                 return Classes(classes=classes, notes=found.notes)
         raise first or WorkloadError("no plan could be traced")
 
-    def _shard(self, module: nn.Module, variant: Sequence[AttributePath]) -> dict[str, str]:
+    def _shard(self, variant: Sequence[AttributePath], module: nn.Module) -> dict[str, str]:
         mesh = init_device_mesh("cpu", (self._tp,), mesh_dim_names=("tp",))
         divide_integers(module, self._plan, variant, self._tp)
         apply_plan(module, mesh, self._plan, self._flow, sp=self._sp)

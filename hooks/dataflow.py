@@ -109,7 +109,7 @@ class _Follower(TorchDispatchMode):
     """Carries the set of last projections along with every storage."""
 
     def __init__(self, subject: Subject) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = subject.names
         self._blocks = frozenset(subject.blocks)
         self._stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []

@@ -52,7 +52,8 @@ class DimFit:
         div = lcm(*(c.denominator for c in coefficients))
         if all(allowed % div for allowed in self._divisors):
             return None
-        poly = Poly(*(int(c * div) for c in coefficients), div)
+        c, cb, cs, cbs, css, cbss = (int(value * div) for value in coefficients)
+        poly = Poly(c, cb, cs, cbs, css, cbss, div)
         return poly if [poly.at(*point) for point in self.points] == list(values) else None
 
 

@@ -109,7 +109,7 @@ class _StepTracer(TorchDispatchMode):
     """Gives each operator to the layer of the parameter, gradient or state that it reads; lists are split."""
 
     def __init__(self, layers: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows: dict[str, list[TracedOp]] = {}
         self._layers = layers
         self._current = next(iter(layers.values()), "prologue")

@@ -148,7 +148,7 @@ class OpTracer(TorchDispatchMode):
         parameters: Sequence[tuple[str, torch.Tensor]],
         axes: Mapping[str, str],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
         self.axes = axes
         self.phase = "forward"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from llmprof.errors import LayoutError, WorkloadError
@@ -81,9 +81,11 @@ def trace_rows(request: TraceRequest, layout: Layout, *, rank: int = 0) -> tuple
     twin = prepare(request, keep=0).module
     first: WorkloadError | None = None
     with fake_world(rank, layout.gpus):
+        # one mesh for all tries: torch caches sharding rules with the first of equal meshes
+        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         for variant in _variants(twin, plan, flow, layout):
             try:
-                return tuple(_step(request, layout, plan, flow, variant))
+                return tuple(_step(request, layout, mesh, (plan, flow), variant))
             except WorkloadError as error:
                 first = first or error
     raise first or WorkloadError(f"the model cannot be traced under {layout}")
@@ -101,12 +103,13 @@ def _variants(
 def _step(
     request: TraceRequest,
     layout: Layout,
-    plan: TensorPlan,
-    flow: Dataflow,
+    mesh: DeviceMesh,
+    planned: tuple[TensorPlan, Dataflow],
     variant: tuple[AttributePath, ...],
 ) -> list[TracedOp]:
+    plan, flow = planned
+
     def shard(module: nn.Module) -> dict[str, str]:
-        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
         if layout.tp > 1:
             divide_integers(module, plan, variant, layout.tp)
             apply_plan(module, mesh["tp"], plan, flow, sp=layout.sp)

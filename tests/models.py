@@ -82,6 +82,9 @@ class Block(nn.Module):
 class TinyLlama(nn.Module):
     """A decoder with everything that matters and nothing more."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(
         self,
         *,

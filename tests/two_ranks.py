@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 
 def free_port() -> int:
@@ -26,7 +26,7 @@ def free_port() -> int:
 def run_two_ranks(function: Callable[..., Any], folder: Path, *args: Any) -> Any:
     """Run `function(*args)` on two gloo ranks; what rank 0 returns comes back through JSON."""
     result = folder / "result.json"
-    multiprocessing.spawn(_rank, args=(free_port(), result, function, args), nprocs=2)
+    spawn(_rank, args=(free_port(), result, function, args), nprocs=2)
     return json.loads(result.read_text())
 
 
