@@ -130,12 +130,19 @@ class RankGroup:
             fmean(x for x in step if not math.isnan(x)) for step in zip(*losses, strict=True)
         ]
 
-    def run(self, num_steps: int) -> None:
-        """Trains `num_steps` steps and one before them that is not counted."""
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process, _ in self._ranks if process.pid is not None]
+
+    def run(self, num_steps: int) -> list[float]:
+        """Trains `num_steps` steps and one before them that is not counted; returns and keeps their seconds."""
         for _, pipe in self._ranks:
             pipe.send(num_steps)
         answers = [receive(process, pipe) for process, pipe in self._ranks]
-        self.durations_s.extend(max(step) for step in zip(*answers, strict=True))
+        durations_s = [max(step) for step in zip(*answers, strict=True)]
+        self.durations_s.extend(durations_s)
+        return durations_s
 
     def close(self) -> list[int | None]:
         """Ends the processes and returns their exit codes."""

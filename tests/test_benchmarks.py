@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
 
 from benchmarks.cases import CASES, LAYOUTS, Case, layout_string
+from benchmarks.quiet import ForeignLoad
 from benchmarks.ranks import RankGroup
 from benchmarks.scores import Single, make_row, rank_correlation, summarize
 from examples.train_llama import ModelConfig
@@ -57,6 +61,30 @@ def test_rank_correlation_of_equal_opposite_and_half_swapped_orders() -> None:
     assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     assert rank_correlation([1, 2, 3], [2, 1, 3]) == pytest.approx(0.5)
+
+
+def test_layouts_that_are_equally_fast_have_no_order_to_get_right() -> None:
+    single = Single(measured_s=2.0, forecast_s=2.0)
+    rows = [
+        make_row(("a", "ddp"), [1.00], forecast=forecast("dp=2", 1.1), single=single),
+        make_row(("a", "tp"), [1.04], forecast=forecast("tp=2", 1.0), single=single),
+        make_row(("a", "1f1b"), [1.20], forecast=forecast("pp=2", 1.05), single=single),
+    ]
+    scores = summarize(rows, {})
+    assert (scores["pairs"], scores["pairs_correct"]) == (
+        2,
+        1,
+    )  # ddp and tp before 1f1b; ddp is forecast after it
+
+
+def test_foreign_load_counts_other_processes_and_not_ours() -> None:
+    command = [sys.executable, "-c", "import time\nend = time.time() + 1\nwhile time.time() < end: pass"]
+    theirs, ours = subprocess.Popen(command), subprocess.Popen(command)
+    stranger, family = ForeignLoad([ours.pid]), ForeignLoad([ours.pid, theirs.pid])
+    time.sleep(0.8)
+    seen, unseen = stranger.share(), family.share()
+    assert theirs.wait() == ours.wait() == 0
+    assert seen > unseen
 
 
 def test_choosing_the_slower_layout_is_a_regret() -> None:
