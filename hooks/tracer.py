@@ -84,7 +84,7 @@ def materialise(module: nn.Module, mode: FakeTensorMode) -> None:
 
     keep = []  # an `id` is only an identity while the object lives
     for part in module.modules():
-        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers, part.__dict__)  # type: ignore[assignment]
+        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers, part.__dict__)
         for store in stores:
             for key, value in list(store.items()):
                 if isinstance(value, torch.Tensor) and value.device.type == "meta":

@@ -121,3 +121,68 @@ class TinyLlama(nn.Module):
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Mean token loss of (b, s, v) logits."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+class FusedBlock(nn.Module):
+    """GPT-2-like block: one projection for query, key and value, cut with `split`; biases everywhere."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.hidden, self.heads = hidden, heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        parts = self.qkv(self.ln_1(x)).split(self.hidden, dim=2)
+        q, k, v = (p.view(b, t, self.heads, c // self.heads).transpose(1, 2) for p in parts)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, t, c))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class TinyGPT2(nn.Module):
+    """Learned positions, LayerNorm, tied embedding; returns the loss when it is given targets."""
+
+    def __init__(self, *, layers: int = 3, hidden: int = 64, heads: int = 4, vocab: int = 320) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, hidden), nn.Embedding(64, hidden)
+        self.h = nn.ModuleList(FusedBlock(hidden, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.ln_f(x))
+        return logits, cross_entropy(logits, targets)
+
+
+def conv_net() -> nn.Module:
+    """Two convolutions and a classifier over 3 x 16 x 16 images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2048, 10),
+    )
+
+
+def classifier() -> nn.Module:
+    """A perceptron over 32 features."""
+    return nn.Sequential(
+        nn.Linear(32, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 8),
+    )
