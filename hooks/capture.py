@@ -24,6 +24,7 @@ from llmprof.hooks.window import Schedule, StepRecorder, Windows
 from llmprof.schema.layout import Layout
 from llmprof.schema.profile import HostRow, MemoryRow, StepRow
 from llmprof.schema.store import RunWriter
+from llmprof.schema.workload import Workload
 
 logger = logging.getLogger("llmprof")
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class RunState:
     precision: str = "float32"
     layout: Layout | None = None
     memory: tuple[MemoryRow, ...] = ()
+    workload: Workload | None = None
     framework_bytes: int = 0
     input_wait_us: list[float] = field(default_factory=list)
     regions_us: dict[str, list[float]] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class Capture:
         self._process = os.getpid()
         self._step = 0
         self._begin: Mark = self.clock.mark()
-        self._kept_alive: list[object] = []
+        self.traced: tracing.Traced | None = None
         self._knows_inputs = False
         self._compiled = 0
         self._reserved = 0
@@ -160,7 +162,7 @@ class Capture:
         for file in (self._scalars, self._writer):
             if file is not None:
                 file.close()
-        self._kept_alive = []
+        self.traced = None
 
     def _never_raise(self, part: Callable[[], None]) -> None:
         try:
@@ -269,7 +271,7 @@ class Capture:
             self._knows_inputs = True
             state.precision = captured.compute_precision(main, roots.inputs.autocast)
             if state.options.workload and state.rank == 0:
-                self._kept_alive = [main, self.taps.main_optimizer()]  # for the trace at the end
+                self.traced = tracing.Traced.of(main, self.taps.main_optimizer())
 
     def _move_window(self) -> None:
         if self.windows.closes_at(self._step):
@@ -338,6 +340,7 @@ class Capture:
 
     def _trace_workload(self) -> None:
         workload = tracing.trace(self)
+        self.state.workload = workload
         if workload is not None and self._writer is not None:
             self._writer.write_workload(workload)
 

@@ -18,14 +18,21 @@ from llmprof.hooks.steplog import settle_kinds
 from llmprof.hooks.window import RecordedWindow
 from llmprof.schema.catalogue import find_device
 from llmprof.schema.layout import Layout
+from llmprof.schema.local import fastest_matmul_flops_per_s
 from llmprof.schema.profile import HostRow, Manifest, MemoryRow, Profile, RankClass, StepRow
 
 if TYPE_CHECKING:
     from llmprof.hooks.capture import Capture, RunState
+    from llmprof.hooks.recorder import Recording
     from llmprof.hooks.scalars import LiveScalars
+    from llmprof.schema.cluster import Device
 
 ENOUGH_STEPS = 10
 """Uninstrumented steps below which the step time is called uncertain."""
+
+_NO_PUBLISHED_PEAK = (
+    "MFU is relative to the fastest matmul of this run ({:.3g} GFLOP/s): no peak of this CPU is published"
+)
 
 NO_STEP = (
     "no step was seen in this process: decorate the function that runs the training loop, or mark the steps with "
@@ -45,14 +52,16 @@ def make_profile(capture: Capture, *, status: str) -> Profile:
     recording = window.recording if window is not None else None
     device = find_device(source.device_name)
     flops = captured.model_flops_per_step(recording.operators) if recording is not None else None
+    peak = _peak_flops(device, recording, state)
     manifest = msgspec.structs.replace(
         base,
         layout=_layout_text(state.layout, capture.taps.roots.inputs, steps),
         window=window.steps if window is not None else (),
         model_flops_per_step=flops * state.world_size if flops is not None else None,
-        peak_flops=device.peak_flops.get(state.precision) if device is not None else None,
+        peak_flops=peak,
         attributed_fraction=recording.attributed_fraction if recording is not None else None,
         root_fraction=recording.root_fraction if recording is not None else None,
+        assumptions=(_NO_PUBLISHED_PEAK.format(peak / 1e9),) if peak and device is None else (),
         warnings=tuple(
             dict.fromkeys([*_warnings(capture, steps), *(recording.warnings if recording else ())])
         ),
@@ -64,7 +73,7 @@ def make_profile(capture: Capture, *, status: str) -> Profile:
         operators=recording.operators if recording is not None else (),
         collectives=recording.collectives if recording is not None else (),
         spans=recording.spans if recording is not None else (),
-        memory=(*state.memory, *_peak_rows(state, steps)),
+        memory=(*state.memory, *_peak_rows(state, steps), *_activation_rows(state, recording)),
         host=(*(recording.host if recording is not None else ()), *state.host_rows()),
         sources=(source,),
     )
@@ -157,6 +166,34 @@ def _peak_rows(state: RunState, steps: Sequence[StepRow]) -> tuple[MemoryRow, ..
     if state.device == "cpu":
         rows.append(MemoryRow(rank=state.rank, category="framework", size_bytes=state.framework_bytes))
     return tuple(rows)
+
+
+def _peak_flops(device: Device | None, recording: Recording | None, state: RunState) -> float | None:
+    """The published peak of the device; for a CPU the fastest measured matmul; None for an unlisted GPU."""
+    if device is not None:
+        return device.peak_flops.get(state.precision)
+    if state.device != "cpu" or recording is None:
+        return None
+    return fastest_matmul_flops_per_s(recording.operators, state.precision)
+
+
+def _activation_rows(state: RunState, recording: Recording | None) -> tuple[MemoryRow, ...]:
+    """Activations kept for the backward pass of one microbatch, from the trace of the captured layout.
+
+    None where activations are recomputed: the trace keeps them all.
+    """
+    workload, layout = state.workload, state.layout
+    if workload is None or recording is None or any(row.phase == "recompute" for row in recording.operators):
+        return ()
+    trace = (
+        workload.find_class(layout.tp, sp=layout.sp)
+        if layout is not None
+        else workload.find_class(1, sp=False)
+    )
+    if trace is None:
+        return ()
+    size = workload.saved_bytes(trace, batch=workload.batch, seq=workload.seq)
+    return (MemoryRow(rank=state.rank, category="activations", size_bytes=size),)
 
 
 def _warnings(capture: Capture, steps: Sequence[StepRow]) -> list[str]:

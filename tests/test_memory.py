@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from torch import nn
 
-from llmprof.hooks.memory import SavedActivations, static_memory
+from llmprof.hooks.memory import static_memory
 
 
 def sizes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -66,41 +64,3 @@ def test_several_optimizers_and_meta_parameters() -> None:
     found = {row.category: row.size_bytes for row in static_memory(model, optimizers, rank=0)}
     assert found["optimizer"] == 2 * 64
     assert sizes(nn.Linear(4, 4, device="meta"))["parameters"] == 0
-
-
-def test_saved_activations_are_those_that_the_backward_pass_reads() -> None:
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid(), nn.Linear(16, 4, bias=False))
-    x = torch.randn(32, 8)
-    with SavedActivations(model) as saved:
-        loss = model(x).sum()
-        # the input of the first linear, and the sigmoid's output once: it is also the second linear's input
-        assert saved.peak_bytes == 32 * 8 * 4 + 32 * 16 * 4
-        loss.backward()
-        model(x).sum().backward()
-    gc.collect()
-    assert saved.peak_bytes == 32 * 8 * 4 + 32 * 16 * 4
-
-
-def test_saved_activations_add_up_over_graphs_that_live_at_once() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
-    with SavedActivations(model) as saved:
-        losses = [model(torch.randn(16, 8)).sum() for _ in range(3)]
-    assert saved.peak_bytes == 3 * 2 * 16 * 8 * 4
-    for loss in losses:
-        loss.backward()
-
-
-def test_watching_saved_tensors_changes_no_gradient() -> None:
-    def gradient(watched: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
-        if watched:
-            with SavedActivations(model):
-                model(x).pow(2).sum().backward()
-        else:
-            model(x).pow(2).sum().backward()
-        found = next(model.parameters()).grad
-        assert found is not None
-        return found
-
-    assert torch.equal(gradient(True), gradient(False))

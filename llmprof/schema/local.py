@@ -89,9 +89,7 @@ def _cpu_peaks(profile: Profile, peak: float) -> dict[str, float]:
     """Peaks by dtype: those measured, and float32 in any case."""
     peaks = {"float32": peak}
     for dtype in {r.dtype for r in profile.operators if r.dtype in ITEM_BYTES}:
-        best = _best_rate(
-            (r for r in profile.operators if r.dtype == dtype), MATMUL_FAMILIES, lambda row: row.flops
-        )
+        best = fastest_matmul_flops_per_s(profile.operators, dtype)
         if best:
             peaks[dtype] = best
     return peaks
@@ -152,6 +150,11 @@ def _shared_memory_link(profile: Profile) -> tuple[LinkLevel, dict[str, str]]:
         if latencies
         else "assumed",
     }
+
+
+def fastest_matmul_flops_per_s(rows: Iterable[OperatorRow], dtype: str) -> float | None:
+    """FLOP/s of the fastest measured matmul of a dtype: what stands in for the peak of a device nobody published."""
+    return _best_rate((r for r in rows if r.dtype == dtype), MATMUL_FAMILIES, lambda row: row.flops)
 
 
 def _best_rate(

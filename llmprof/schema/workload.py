@@ -10,6 +10,8 @@ import math
 
 import msgspec
 
+from llmprof.schema.operators import ITEM_BYTES
+
 WORKLOAD_VERSION = 1
 
 MONOMIALS = ("1", "b", "s", "bs", "ss", "bss")
@@ -230,6 +232,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if spec.name == name:
                 return spec
         raise KeyError(name)
+
+    def saved_bytes(self, trace: ClassTrace, *, batch: int, seq: int) -> int:
+        """Bytes that autograd keeps from the forward to the backward pass of one microbatch, over all layers.
+
+        Args:
+            trace: one of `classes`.
+            batch: sequences in the microbatch.
+            seq: tokens in a sequence.
+        """
+        by_layer = {
+            name: sum(math.prod(t.shape_at(batch, seq)) * ITEM_BYTES.get(t.dtype, 4) for t in layer.saved)
+            for name, layer in trace.layers.items()
+        }
+        return sum(by_layer.get(name, 0) * count for name, count in self.sequence)
 
     def find_class(self, tp: int, *, sp: bool) -> ClassTrace | None:
         """The traced class of the degrees, or None."""
