@@ -20,6 +20,7 @@ from torch import nn
 
 import llmprof
 from llmprof.errors import RequestError
+from llmprof.schema.operators import MATMUL_FAMILIES
 
 VOCAB, SEQ, BATCH = 32, 8, 4
 
@@ -75,7 +76,11 @@ def test_run_is_complete_and_says_what_it_is(run: tuple[Path, llmprof.Profile]) 
     assert manifest.window == (4, 5, 6)
     assert manifest.precision == "float32"
     assert manifest.warnings == ()
-    assert manifest.peak_flops is None
+    matmuls = [r for r in run[1].operators if r.family in MATMUL_FAMILIES and r.dtype == "float32"]
+    assert manifest.peak_flops == pytest.approx(max(r.flops / (r.time_us * 1e-6) for r in matmuls))
+    assert any("fastest matmul" in line for line in manifest.assumptions)
+    kept = [row.size_bytes for row in run[1].memory if row.category == "activations"]
+    assert run[1].workload is not None and len(kept) == 1 and kept[0] > 0
     (source,) = run[1].sources
     assert source.device == "cpu" and source.threads == torch.get_num_threads() and source.backend == ""
 
@@ -89,7 +94,8 @@ def test_steps_are_labelled(run: tuple[Path, llmprof.Profile]) -> None:
     assert {row.sequences for row in rows[2:]} == {BATCH}
     starts = [row.start_us for row in rows]
     assert starts == sorted(starts)
-    assert all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in pairwise(rows))
+    plain = [(a, b) for a, b in pairwise(rows) if not a.instrumented and not b.instrumented]
+    assert len(plain) == 12 and all(a.start_us + a.duration_us <= b.start_us + 1 for a, b in plain)
 
 
 def test_phases_partition_each_step_of_the_window(run: tuple[Path, llmprof.Profile]) -> None:
