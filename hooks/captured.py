@@ -166,10 +166,10 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def compile_count() -> int:
-    """Frames that torch.compile has seen so far; 0 while it was never imported."""
+    """Frames and graphs that torch.compile has made so far; 0 while it was never imported."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", None)
-    return 0 if counters is None else int(counters["frames"]["total"])
+    return 0 if counters is None else int(counters["frames"]["total"] + counters["stats"]["unique_graphs"])
 
 
 def _cpu_name() -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from llmprof.errors import LlmprofError
 from llmprof.hooks import captured
@@ -19,6 +23,26 @@ if TYPE_CHECKING:
 TRACE_TIMEOUT_S = 120.0
 
 logger = logging.getLogger("llmprof")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """What the trace at the end needs of the live model; holding it keeps that alive.
+
+    DDP's wrapper is not held: its reducer would outlive the user's `destroy_process_group`, and freeing it after that
+    can deadlock inside torch (gloo's thread waits for the interpreter lock that its joiner holds).
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer | None) -> Traced:
+        """The model below the wrappers of DDP and torch.compile, and its optimizer."""
+        inner = getattr(model, "_orig_mod", model)
+        if isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        return cls(model=inner, optimizer=optimizer)
 
 
 def trace(capture: Capture) -> Workload | None:
@@ -46,15 +70,15 @@ def make_request(capture: Capture) -> TraceRequest:
     from llmprof.hooks.workload import TraceRequest
 
     inputs, options, state = capture.taps.roots.inputs, capture.state.options, capture.state
-    model = capture.taps.roots.main
-    assert model is not None and inputs.args is not None
+    traced = capture.traced
+    assert traced is not None and inputs.args is not None
     counts = [row.microbatches for row in capture.rows if row.kind == "train"]
     recorded = capture.windows.recorded
     return TraceRequest(
-        model=model,
+        model=traced.model,
         args=inputs.args,
         kwargs=inputs.kwargs,
-        optimizer=capture.taps.main_optimizer(),
+        optimizer=traced.optimizer,
         batch=inputs.batch or 1,
         seq=inputs.seq or 1,
         accum=int(np.median(counts)) if counts else 1,
@@ -75,8 +99,6 @@ def _why_not(capture: Capture) -> str:
         return "no step was seen"
     if roots.called_in_parts:
         return f"the loop calls parts of {roots.called_in_parts}, not the module itself"
-    if roots.main is None:
-        return "no module with parameters was seen running forward (the run was too short?)"
-    if roots.inputs.args is None:
-        return f"the inputs of {type(roots.main).__name__} were not seen; the run was too short (4 steps are enough)"
+    if capture.traced is None:
+        return "no module with parameters and its inputs was seen running forward: 4 steps are enough"
     return ""

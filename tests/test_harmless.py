@@ -222,6 +222,7 @@ def train(kind):
         found.append(loss.item().hex())
     with open(os.path.join(sys.argv[2], f"losses-{dist.get_rank()}"), "w") as file:
         file.write(" ".join(found))
+    del model, optimizer, loss  # torch itself may deadlock when DDP outlives the process group
     dist.destroy_process_group()
 
 if __name__ == "__main__":
