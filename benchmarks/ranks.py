@@ -97,7 +97,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: 
     set_up_rank(rank, world, port)
     _, _, step = build_step(name, case)
     pipe.send([step() for _ in range(WARMUP_STEPS)])
-    while (num_steps := pipe.recv()) > 0:
+    while (num_steps := _next_request(pipe)) > 0:
         durations = []
         for index in range(num_steps + 1):
             start = time.perf_counter()
@@ -107,6 +107,14 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: 
         pipe.send(durations)
     if world > 1:
         dist.destroy_process_group()
+
+
+def _next_request(pipe: Connection) -> int:
+    """Steps to train, 0 to end; a parent that is gone asks for none."""
+    try:
+        return int(pipe.recv())
+    except EOFError:
+        return 0
 
 
 @dataclass

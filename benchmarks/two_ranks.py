@@ -118,10 +118,10 @@ def measure(case: Case, *, repeats: int) -> tuple[dict[str, list[float]], int]:
     """Step times in seconds of one rank and of every layout, and how many rounds were measured again.
 
     Turns are interleaved, so that drift of the machine meets all. A round in which other programs used more than
-    MAX_FOREIGN_SHARE of the cores is measured again, at most `2 * repeats` times.
+    MAX_FOREIGN_SHARE of the cores is measured again, at most `repeats` times.
     """
     groups: list[RankGroup] = []
-    spare = 2 * repeats
+    spare = repeats
     rounds: list[dict[str, list[float]]] = []
     try:
         for name in ("single", *LAYOUTS):
@@ -138,7 +138,7 @@ def measure(case: Case, *, repeats: int) -> tuple[dict[str, list[float]], int]:
         for group in groups:
             group.close()
     durations = {group.name: [t for times in rounds for t in times[group.name]] for group in groups}
-    return durations, 2 * repeats - spare
+    return durations, repeats - spare
 
 
 def _closing_line(summary: dict[str, Any]) -> str:
