@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=0, help="turns of each layout (default 6, quick 3)")
     args = parser.parse_args(argv)
     console = Console(stderr=args.json)
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     repeats = args.repeats or (3 if args.quick else 6)
     console.print("pricing gloo between two ranks, in situ ...")
     prices = sweep_collectives(quick=args.quick)
