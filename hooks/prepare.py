@@ -78,6 +78,7 @@ def prepare(
         axes=axes,
         loss_fn=request.loss_fn,
         autocast=autocast,
+        engine=request.engine is not False,
     )
     return Prepared(
         subject=subject,

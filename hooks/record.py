@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,10 +57,14 @@ class ModuleClock:
     Args:
         names: FQN of each module by its `id`.
         blocks: FQNs of the blocks.
+        running: the autograd node that runs now, None outside a backward pass.
     """
 
-    def __init__(self, names: Mapping[int, str], blocks: Sequence[str]) -> None:
+    def __init__(
+        self, names: Mapping[int, str], blocks: Sequence[str], running: Callable[[], Any] = current_node
+    ) -> None:
         self.names = names
+        self.running = running
         self.blocks = frozenset(blocks)
         self.stack: list[str] = []
         self.segment = 0
@@ -102,7 +106,7 @@ class ModuleClock:
         return self.stack[-1] if self.stack else ""
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if current_node() is not None:
+        if self.running() is not None:
             return
         name = self.names.get(id(module), "")
         self.stack.append(name)
@@ -115,7 +119,7 @@ class ModuleClock:
         self._note()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if current_node() is not None:
+        if self.running() is not None:
             return
         name = self.stack.pop()
         if name in self.blocks:
@@ -248,7 +252,7 @@ class OpTracer(TorchDispatchMode):
         """
         if self.phase != "backward":
             return self.phase, self.clock.current, self.clock.segment
-        node = current_node()
+        node = self.clock.running()
         if node is None:
             return "backward_input", "", self.clock.segment
         variable = getattr(node, "variable", None)

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from llmprof.errors import WorkloadError
-from llmprof.hooks.fake import local_tensor, no_checkpointing, quiet, sharding_rules_inside, storage_key
+from llmprof.hooks.backward import Walk
+from llmprof.hooks.fake import current_node, local_tensor, no_checkpointing, quiet, sharding_rules_inside, storage_key
 from llmprof.hooks.record import ModuleClock, OpTracer, TracedOp, attached, describe, dtype_name
 from llmprof.schema.operators import Tensor
 
@@ -31,6 +32,7 @@ class Subject:
         axes: mesh axis by process group name.
         loss_fn: called with the output (and a fake target when it takes two), or None.
         autocast: compute dtype of a mixed-precision region around the passes, or None.
+        engine: run backward passes with torch's engine; False to do without (see `llmprof.hooks.backward`).
     """
 
     module: nn.Module
@@ -40,6 +42,7 @@ class Subject:
     axes: Mapping[str, str] = field(default_factory=dict)
     loss_fn: Callable[..., Any] | None = None
     autocast: torch.dtype | None = None
+    engine: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,8 @@ def trace_passes(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any
     Raises:
         WorkloadError: the model cannot be traced; the innermost module that was running is named.
     """
-    clock = ModuleClock(subject.names, subject.blocks)
+    walk = None if subject.engine else Walk()
+    clock = ModuleClock(subject.names, subject.blocks, walk.current_node if walk else current_node)
     module = subject.module
     owned = [
         (subject.names.get(id(part), ""), key, parameter)
@@ -121,6 +125,7 @@ def trace_passes(subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any
             no_checkpointing(),
             sharding_rules_inside(tracer.paused),
             attached(clock, module),
+            walk.installed() if walk else contextlib.nullcontext(),
         ):
             result = _run(subject, tracer, saved, (args, kwargs))
     except WorkloadError:

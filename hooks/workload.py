@@ -41,6 +41,8 @@ class TraceRequest:
         degrees: tensor-parallel degrees to trace beside 1.
         name: name of the workload.
         implementation: "eager" or "compile".
+        engine: run backward passes with torch's engine; None: where it works, which is not in a fork of a process
+            that used an accelerator.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class TraceRequest:
     degrees: tuple[int, ...] = (2, 4, 8)
     name: str = ""
     implementation: str = "eager"
+    engine: bool | None = None
 
 
 def trace_workload(request: TraceRequest, *, timeout_s: float = 120) -> Workload:
