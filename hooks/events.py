@@ -259,8 +259,9 @@ def _inputs(recorded: Sequence[Any]) -> _Inputs:
         if hasattr(value, "sizes"):
             tensors.append(_tensor(value))
             wrapper = wrapper or _without_storage(value)
-            if transposed is None and len(value.sizes) == 2 and value.strides[0] != value.strides[1]:
-                transposed = value.strides[0] == 1
+            strides = value.strides  # none of a sparse tensor
+            if transposed is None and len(value.sizes) == len(strides) == 2 and strides[0] != strides[1]:
+                transposed = strides[0] == 1
         elif isinstance(value, list | tuple):
             if value and hasattr(value[0], "sizes"):
                 groups += 1

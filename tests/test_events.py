@@ -138,6 +138,13 @@ def test_inputs_lists_scalars_results_and_subclasses() -> None:
     assert third.children[0].kind == OPERATOR and third.children[0].transposed
 
 
+def test_a_sparse_tensor_has_a_shape_and_no_strides() -> None:
+    sparse = metadata(4, 2)
+    sparse.strides = []
+    (event,) = read_all([Node("aten::add", 0, 10, 1, extra_fields=fields(sparse, sparse))], [], "cpu").roots
+    assert [t.shape for t in event.inputs] == [(4, 2), (4, 2)] and event.transposed is None
+
+
 def test_names_that_are_no_operators_are_scopes() -> None:
     names = [
         "torch::autograd::AccumulateGrad",
