@@ -21,7 +21,7 @@ from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
-from llmprof.extrapolate.request import check_positive, check_supported, resolve_batch
+from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
 from llmprof.extrapolate.schedule import (
     SCHEDULES,
     Instruction,
@@ -114,6 +114,8 @@ class Forecaster:
     def __init__(self, profile: Profile, cluster: Cluster, *, draws: int = 200, seed: int = 0) -> None:
         if profile.workload is None:
             raise WorkloadError("the run has no workload", hint="capture it again with tracing on")
+        if not profile.workload.sequence:
+            raise WorkloadError("the workload has no layers", hint="capture the run again")
         self.profile, self.cluster = profile, cluster
         self._workload = profile.workload
         self._same = is_same_device(profile, cluster.device)
@@ -136,6 +138,7 @@ class Forecaster:
         check_positive(global_batch=global_batch, seq=seq)
         check_supported(layout, self.cluster)
         layout, batch_line = resolve_batch(layout, self._workload, global_batch)
+        check_passes(layout)
         plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
         machine = self._machine(layout)
         programs = self._programs(layout)

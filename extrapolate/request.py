@@ -11,6 +11,8 @@ from llmprof.schema.workload import ClassTrace, Workload
 
 SUPPORTED_SCHEDULES = ("gpipe", "1f1b")
 MAX_REPLICATED_FLOPS = 0.05
+MAX_PASSES = 65_536
+"""Stages x microbatches of a step: each is simulated, and this many take some ten seconds."""
 
 
 def check_positive(**values: float | None) -> None:
@@ -90,6 +92,20 @@ def resolve_batch(layout: Layout, workload: Workload, global_batch: int | None) 
     )
 
 
+def check_passes(layout: Layout) -> None:
+    """Refuse a step whose simulation would seem to hang.
+
+    Raises:
+        LayoutError: with the number of passes and the largest `accum` that is simulated.
+    """
+    if layout.pp * layout.accum > MAX_PASSES:
+        raise LayoutError(
+            f"pp {layout.pp} x accum {layout.accum} = {layout.pp * layout.accum} passes in a step, more than "
+            f"the {MAX_PASSES} that are simulated",
+            hint=f"set accum={max(1, MAX_PASSES // layout.pp)} or less: raise mb or dp, or ask for a smaller global batch",
+        )
+
+
 def choose_class(workload: Workload, layout: Layout, seq: int) -> ClassTrace:
     """The traced class of a layout's degrees that holds at its microbatch and sequence length.
 
@@ -99,7 +115,8 @@ def choose_class(workload: Workload, layout: Layout, seq: int) -> ClassTrace:
     """
     same = [c for c in workload.classes if c.tp == layout.tp and c.sp == layout.sp]
     if not same:
-        traced = ", ".join(f"tp={c.tp}{' sp=1' if c.sp else ''}" for c in workload.classes) or "none"
+        names = dict.fromkeys(f"tp={c.tp}{' sp=1' if c.sp else ''}" for c in workload.classes)
+        traced = ", ".join(names) or "none"
         why = f": {workload.tp_refusal}" if workload.tp_refusal else ""
         raise WorkloadError(
             f"tp={layout.tp}{' sp=1' if layout.sp else ''} was not traced for this model{why}",

@@ -20,6 +20,8 @@ from llmprof.errors import LlmprofError, RequestError
 
 DESCRIPTION = "Measure a short PyTorch training run, forecast the big one."
 INTERNAL_ERROR, INTERRUPTED = 1, 130
+_MAX_LINE = 1000
+"""Characters of a message or hint; of longer ones, which quote what was typed or read, both ends are shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +124,7 @@ def _wants_json(arguments: list[str]) -> bool:
 def _report(kind: str, message: str, hint: str, *, as_json: bool) -> None:
     from llmprof.commands.output import console, print_json
 
+    message, hint = _shortened(message), _shortened(hint)
     if as_json:
         print_json({"error": {"kind": kind, "message": message, "hint": hint}})
         return
@@ -141,6 +144,13 @@ def _report_internal(error: Exception, *, as_json: bool) -> int:
         "internal", message, "this is our fault; LLMPROF_DEBUG=1 shows where it happened", as_json=as_json
     )
     return INTERNAL_ERROR
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MAX_LINE:
+        return text
+    half = _MAX_LINE // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _one_line(text: str) -> str:

@@ -12,10 +12,21 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """Print one object on stdout; what is not a finite number becomes null."""
-    encoded = msgspec.json.encode(value)
+    """Print one object on stdout; what is not a finite number becomes null, what is not text a question mark."""
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a path of bytes that are not UTF-8
+        encoded = msgspec.json.encode(_printable(msgspec.to_builtins(value)))
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
     sys.stdout.flush()
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(part) for key, part in value.items()}
+    return [_printable(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -116,6 +116,8 @@ def _read_cached(path: str, _modified_ns: int) -> Cluster:
 
 def _read(file: Path) -> Cluster:
     try:
+        if file.exists() and not file.is_file():
+            raise OSError(0, "it is not a file")
         modified = file.stat().st_mtime_ns
         return _read_cached(str(file), modified)
     except OSError as error:

@@ -22,6 +22,7 @@ import numpy as np
 
 from llmprof.errors import RunError, WorkloadError
 from llmprof.schema.columns import columns_to_rows, read_npz, rows_to_columns
+from llmprof.schema.limits import check_workload
 from llmprof.schema.profile import FORMAT_VERSION, TABLES, Manifest, Profile, RankClass, StepRow
 from llmprof.schema.workload import WORKLOAD_VERSION, Workload
 
@@ -119,6 +120,7 @@ def load_workload(path: str | Path) -> Workload:
             f"{file} has format version {workload.version}, this llmprof reads up to {WORKLOAD_VERSION}",
             hint="update llmprof",
         )
+    check_workload(workload, str(file))
     return workload
 
 
@@ -186,7 +188,7 @@ class RunWriter:
 def _load_rank(directory: Path) -> Profile:
     manifest = _load_manifest(directory)
     tables: dict[str, Any] = {}
-    if (directory / _TABLES).exists():
+    if (directory / _TABLES).is_file():
         with (directory / _TABLES).open("rb") as file:
             columns = read_npz(file, name=str(directory / _TABLES))
         tables = {name: columns_to_rows(name, columns) for name in TABLES}
@@ -217,7 +219,7 @@ def _load_manifest(directory: Path) -> Manifest:
 def _read_journal(file: Path) -> tuple[StepRow, ...]:
     """Steps of a journal; a torn last line (the process was killed while writing) ends the reading."""
     rows: list[StepRow] = []
-    if not file.exists():
+    if not file.is_file():
         return ()
     for line in _read_limited(file).splitlines():
         try:
