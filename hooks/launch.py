@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import runpy
@@ -52,17 +53,38 @@ def parse_target(words: Sequence[str]) -> Target:
     if first == "-m":
         if not rest:
             raise RequestError("-m needs the name of a module", hint=hint)
+        _check_module(rest[0])
         return Target(kind="module", name=rest[0], arguments=rest[1:])
+    if not first.strip():
+        raise RequestError("the script to run has no name", hint=hint)
     path = Path(first)
     if path.suffix in (".py", ".pyw") or path.is_dir() or (path.is_file() and not os.access(path, os.X_OK)):
         if not path.exists():
             raise RequestError(f"there is no script {first}", hint="check the path")
+        if path.is_dir() and not (path / "__main__.py").is_file():
+            raise RequestError(f"{first} is a directory without __main__.py", hint=hint)
         return Target(kind="script", name=first, arguments=rest)
     beside_python = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     program = shutil.which(first, path=beside_python)
     if program is None:
         raise RequestError(f"{first} is neither a script nor a program on the PATH", hint=hint)
     return Target(kind="launcher", name=program, arguments=rest)
+
+
+def _check_module(name: str) -> None:
+    """Refuse what `python -m` would not find; looked for where it would, in the working directory first.
+
+    Raises:
+        RequestError: there is no such top-level module.
+    """
+    top = name.partition(".")[0]
+    with _as_main(Target(kind="module", name=name, arguments=())):
+        try:
+            found = bool(top) and importlib.util.find_spec(top) is not None
+        except (ImportError, ValueError):  # ValueError: __main__ has no spec
+            found = False
+    if not found:
+        raise RequestError(f"there is no module {name}", hint="check its name, and the working directory")
 
 
 def run_in_process(target: Target, options: SessionOptions, *, enabled: bool) -> int:

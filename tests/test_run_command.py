@@ -145,6 +145,11 @@ def test_torchrun_outside_and_inside(tmp_path: Path, script: Path) -> None:
         (["-m"], "needs the name"),
         (["missing.py"], "no script missing.py"),
         (["no-such-program"], "neither a script nor a program"),
+        ([""], "has no name"),
+        (["/"], "a directory without __main__.py"),
+        (["-m", "no_such_module"], "no module no_such_module"),
+        (["-m", "no_such_module.part"], "no module no_such_module"),
+        (["-m", ".relative"], "no module .relative"),
     ],
 )
 def test_what_cannot_be_run_is_refused(words: list[str], message: str) -> None:
