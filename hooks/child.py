@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ class ChildResult(NamedTuple):
     """What a child sent back.
 
     Attributes:
-        payload: the function's result, or the error's text when `status` is "failed".
+        payload: the function's result, the error's text when `status` is "failed", what ended it when "died".
         status: "ok", "failed", "late" or "died".
     """
 
@@ -29,13 +30,20 @@ class ChildResult(NamedTuple):
 def run_forked(function: Callable[[], bytes], *, timeout_s: float) -> ChildResult:
     """Call `function` in a forked child and return its bytes.
 
-    The child shares nothing with the parent but a copy of its memory. It leaves with `os._exit`, so no
-    exit handler, flush or destructor of the parent's objects runs twice.
+    The child shares nothing with the parent but a copy of its memory. It leaves with `os._exit` and collects no
+    garbage, so no exit handler, flush or destructor of the parent's objects runs twice: these may need threads or
+    locks that a fork does not copy. A child that a signal ended is replaced once.
 
     Args:
         function: called in the child; an exception comes back as status "failed" with its text.
         timeout_s: wall time after which the child is killed and the status is "late".
     """
+    deadline = time.monotonic() + timeout_s
+    result = _run_once(function, deadline)
+    return _run_once(function, deadline) if result.status == "died" else result
+
+
+def _run_once(function: Callable[[], bytes], deadline: float) -> ChildResult:
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads: the child runs one thread
@@ -44,22 +52,26 @@ def run_forked(function: Callable[[], bytes], *, timeout_s: float) -> ChildResul
         os.close(read_end)
         _serve(function, write_end)
     os.close(write_end)
+    status: int | None = None
     try:
-        data = _read_until(read_end, time.monotonic() + timeout_s)
+        data = _read_until(read_end, deadline)
     finally:
         os.close(read_end)
-        if not _finished(pid):
+        status = _finished(pid)
+        if status is None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     if data is None:
         return ChildResult(b"", "late")
-    if not data:
-        return ChildResult(b"", "died")
+    if status is None or os.waitstatus_to_exitcode(status) or not data:
+        return ChildResult(_end_of(status).encode(), "died")
     return ChildResult(data[1:], "ok" if data[:1] == OK else "failed")
 
 
 def _serve(function: Callable[[], bytes], write_end: int) -> None:
     """Child side: never returns."""
+    gc.disable()
+    gc.freeze()
     try:
         message = OK + function()
     except BaseException as error:  # noqa: BLE001 (the parent tells the user)
@@ -88,11 +100,20 @@ def _read_until(descriptor: int, deadline: float) -> bytes | None:
         chunks.append(chunk)
 
 
-def _finished(pid: int) -> bool:
-    """True when the child has ended (or ends within a moment) and was waited for."""
+def _finished(pid: int) -> int | None:
+    """Wait status of a child that has ended, or ends within a moment; None while it runs."""
     for _ in range(100):
-        done, _ = os.waitpid(pid, os.WNOHANG)
+        done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return True
+            return status
         time.sleep(0.005)
-    return False
+    return None
+
+
+def _end_of(status: int | None) -> str:
+    """Which signal ended a child that sent nothing, "" when it left by itself."""
+    code = os.waitstatus_to_exitcode(status) if status is not None else 0
+    if code < 0:
+        name = signal.strsignal(-code) or f"signal {-code}"
+        return f"the tracing process was ended by signal {-code} ({name}), twice"
+    return ""

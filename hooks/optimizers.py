@@ -77,7 +77,7 @@ def trace_optimizer(
                     members.append(fake)
                     made.append(fake)
                     layers[storage_key(fake)] = layers[storage_key(fake.grad)] = layer
-            options = {k: v for k, v in group.items() if k != "params"}
+            options = {k: _without_device(k, v) for k, v in group.items() if k != "params"}
             if launch == "foreach" and "foreach" in options:
                 options["foreach"] = True
             if members:
@@ -100,9 +100,15 @@ def trace_optimizer(
 def _constructor_options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults that the class's constructor takes (AdamW stores one that it does not)."""
     parameters = inspect.signature(kind).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(defaults)
-    return {k: v for k, v in defaults.items() if k in parameters}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {k: _without_device(k, v) for k, v in defaults.items() if takes_all or k in parameters}
+
+
+def _without_device(name: str, value: Any) -> Any:
+    """An option that works on fake CPU parameters: a step size that lives on a device becomes one that does not."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(tuple(value.shape), dtype=value.dtype)
+    return False if name == "capturable" else value
 
 
 class _StepTracer(TorchDispatchMode):

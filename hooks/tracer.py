@@ -15,7 +15,14 @@ from torch.utils import _pytree as pytree
 
 from llmprof.errors import WorkloadError
 from llmprof.hooks.backward import Walk
-from llmprof.hooks.fake import current_node, local_tensor, no_checkpointing, quiet, sharding_rules_inside, storage_key
+from llmprof.hooks.fake import (
+    current_node,
+    local_tensor,
+    no_checkpointing,
+    quiet,
+    sharding_rules_inside,
+    storage_key,
+)
 from llmprof.hooks.record import ModuleClock, OpTracer, TracedOp, attached, describe, dtype_name
 from llmprof.schema.operators import Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ def trace_workload(request: TraceRequest, *, timeout_s: float = 120) -> Workload
     Raises:
         WorkloadError: no twin can be built or traced (the module is named), or the time ran out.
     """
+    if request.engine is None:
+        request = dataclasses.replace(request, engine=not _accelerator_in_use())
 
     def work() -> bytes:
         torch.set_num_threads(1)
@@ -100,6 +103,11 @@ def trace_workload(request: TraceRequest, *, timeout_s: float = 120) -> Workload
         message, hint = msgspec.json.decode(result.payload[1:], type=tuple[str, str])
         raise WorkloadError(message, hint=hint)
     return msgspec.json.decode(result.payload[1:], type=Workload)
+
+
+def _accelerator_in_use() -> bool:
+    """True when torch's engine may have started its device threads, or would start them in a child: it fails there."""
+    return torch.cuda.is_initialized() or torch.xpu.is_initialized() or torch.backends.mps.is_available()
 
 
 def trace_workload_here(request: TraceRequest) -> Workload:
