@@ -144,6 +144,7 @@ class Capture:
         """Install the step hooks."""
         self.state.framework_bytes = captured.peak_memory_bytes("cpu")
         self.taps.install()
+        self._compiled, self._reserved = captured.compile_count(), self._reserved_bytes()
         self._begin = self.clock.mark()
 
     def close(self, *, trace_workload: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType
 from typing import Any, ParamSpec, Protocol, cast
@@ -11,6 +13,9 @@ from typing import Any, ParamSpec, Protocol, cast
 import torch
 
 P = ParamSpec("P")
+
+
+_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Scope(Protocol):
@@ -128,6 +133,22 @@ def _overloads(op: str) -> list[str]:
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
     overloads: list[str] = packet.overloads() if packet is not None else []
     return [op] if "default" in overloads else [f"{op}.{overload}" for overload in overloads]
+
+
+@contextmanager
+def quiet_kineto() -> Iterator[None]:
+    """Around a profiler's start: Kineto, which reads its log level at the first one, prints nothing of its own.
+
+    A level that the user has set is left alone, and the environment is as before afterwards.
+    """
+    if _KINETO_LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_KINETO_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop(_KINETO_LOG_LEVEL, None)
 
 
 def window_profiler(activities: Sequence[torch.profiler.ProfilerActivity]) -> torch.profiler.profile:

@@ -90,7 +90,8 @@ class Recorder:
         profiler = private.window_profiler(activities)
         try:
             self._scopes.install()
-            profiler.start()
+            with private.quiet_kineto():
+                profiler.start()
         except RuntimeError as error:
             self._scopes.remove()
             self._warnings.append(f"no operators recorded: the torch profiler did not start ({error})")

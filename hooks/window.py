@@ -112,7 +112,7 @@ class Windows:
         """At the first warm-up step: start and stop a profiler once, so that its set-up is not in the window."""
         is_due = bool(self._ahead) and self._warmup > 0 and step == self._ahead[0].start - self._warmup
         if is_due and not private.profiler_active():
-            with torch.profiler.profile(activities=profiler_activities()):
+            with private.quiet_kineto(), torch.profiler.profile(activities=profiler_activities()):
                 pass
 
     def open(self, step: int, *, entering: nn.Module | None = None) -> None:

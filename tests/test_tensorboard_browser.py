@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -70,7 +71,12 @@ def _tensorboard(logdir: Path, *options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -84,7 +90,7 @@ def _tensorboard(logdir: Path, *options: str) -> Iterator[str]:
             else:
                 raise AssertionError(f"TensorBoard did not start: {''.join(seen)}")
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its plugins start processes of their own
 
 
 def _our_problems(browser: Browser) -> list[str]:
