@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from llmprof.errors import LayoutError, RequestError, WorkloadError
@@ -117,9 +118,10 @@ def choose_class(workload: Workload, layout: Layout, seq: int) -> ClassTrace:
     if not same:
         names = dict.fromkeys(f"tp={c.tp}{' sp=1' if c.sp else ''}" for c in workload.classes)
         traced = ", ".join(names) or "none"
-        why = f": {workload.tp_refusal}" if workload.tp_refusal else ""
+        reason = _refusal_of(f"tp={layout.tp}{',sp=1' if layout.sp else ''}", workload.tp_refusal)
         raise WorkloadError(
-            f"tp={layout.tp}{' sp=1' if layout.sp else ''} was not traced for this model{why}",
+            f"tp={layout.tp}{' sp=1' if layout.sp else ''} was not traced for this model"
+            f"{f': {reason}' if reason else ''}",
             hint=f"traced classes: {traced}",
         )
     for trace in same:
@@ -141,3 +143,14 @@ def _check_replicated(trace: ClassTrace, layout: Layout) -> None:
             f"tp={layout.tp}: {modules}",
             hint="use tp=1 for this model",
         )
+
+
+def _refusal_of(name: str, refusals: str) -> str:
+    """The reason given for one class in "tp=2: why; tp=4 and tp=4,sp=1: why"; text of another form whole."""
+    if not refusals.startswith("tp="):
+        return refusals
+    for refusal in re.split(r"; (?=tp=\d)", refusals):
+        names, _, reason = refusal.partition(": ")
+        if name in names.split(" and "):
+            return reason
+    return ""

@@ -115,6 +115,18 @@ def test_missing_class_names_what_was_traced_and_why() -> None:
     assert e.value.hint == "traced classes: tp=1, tp=2, tp=4, tp=2 sp=1"
 
 
+def test_missing_class_says_its_own_reason_only() -> None:
+    refusal = "tp=2,sp=1: a; b; tp=4: c; tp=8 and tp=8,sp=1: 12 heads"
+    work = msgspec.structs.replace(workload(), tp_refusal=refusal)
+    for layout in ("tp=8", "tp=8,sp=1"):
+        with pytest.raises(WorkloadError, match=r"for this model: 12 heads( \(|$)"):
+            plan_of(layout, work)
+    with pytest.raises(WorkloadError, match=r"for this model: a; b( \(|$)"):
+        plan_of("tp=2,sp=1", msgspec.structs.replace(work, classes=work.classes[:1]))
+    with pytest.raises(WorkloadError, match=r"for this model( \(|$)"):
+        plan_of("tp=3", work)
+
+
 def test_class_that_holds_for_one_batch_only() -> None:
     work = workload()
     held = tuple(msgspec.structs.replace(c, batch=2) for c in work.classes)
