@@ -24,6 +24,8 @@ from llmprof.schema.profile import CollectiveRow, Profile
 POINT_TO_POINT = ("send", "recv")
 _SCALED_SPREAD = 0.25
 """Spread of a curve that was measured for another kind or group size, or back to back: assumed."""
+_BULK_BYTES = 65_536
+"""Calls with smaller messages show a latency, and say nothing of the rate at which larger ones move."""
 
 
 class Route(NamedTuple):
@@ -98,7 +100,7 @@ class CollectivePrices:
         if link.name == self._measured_level:
             kind = "send" if kind in POINT_TO_POINT else kind
             curve = self._curves.get((kind, group_size))
-            if curve is not None and curve.in_situ:
+            if curve is not None and curve.in_situ and curve.reaches(size_bytes):
                 rows = (f"{kind} over {group_size}",)
                 return OpPrice(curve.at(size_bytes), curve.spread, "measured", name, rows)
             if self._curves:
@@ -110,16 +112,25 @@ class CollectivePrices:
         """Price from a sweep, or from the curve of another group size or kind.
 
         Another curve is read at the message for which each rank sends as much; a back-to-back sweep lacks what a
-        call in a running step waits.
+        call in a running step waits. Where all curves end at small messages, the rest moves at the prior's rate.
         """
-        if (kind, group_size) not in self._curves:
+        own = self._curves.get((kind, group_size))
+        if own is None or not own.reaches(size_bytes):
             kind = self._effective(kind)
-        source = min(
-            self._curves, key=lambda c: (c[0] != kind, c[0] != "all_reduce", abs(c[1] - group_size), c)
-        )
-        measured, prior = self._curves[source], self._routes[link.name].prior
-        equal = size_bytes * wire_share(kind, group_size) / wire_share(*source)
+
+        def distance(key: tuple[str, int]) -> tuple[object, ...]:
+            works_as, size = self._effective(key[0]), abs(key[1] - group_size)
+            far = not self._curves[key].reaches(size_bytes)
+            return far, key[0] != kind, works_as != kind, key[0] != "all_reduce", size, key
+
+        source = min(self._curves, key=distance)
+        measured, route = self._curves[source], self._routes[link.name]
+        prior, source_share = route.prior, wire_share(self._effective(source[0]), source[1])
+        equal = size_bytes * wire_share(self._effective(kind), group_size) / source_share
         waiting_s = 0.0 if measured.in_situ else prior.in_situ_us * 1e-6
+        if not measured.reaches(equal):
+            waiting_s += transfer_s((equal - measured.largest) * source_share, route)
+            equal = measured.largest
         spread = min(MAX_SPREAD, measured.spread + _SCALED_SPREAD)
         rows = (f"{source[0]} over {source[1]}",)
         return OpPrice(measured.at(equal) + waiting_s, spread, "interpolated", f"link:{link.name}", rows)
@@ -231,6 +242,15 @@ class _Curve:
         self.sizes, self.times = _arrays(points)
         own = [r.time_iqr_us / NORMAL_IQR / r.time_us for r in rows]
         self.spread = min(MAX_SPREAD, max(MIN_SPREAD, median(own)))
+
+    @property
+    def largest(self) -> float:
+        """The largest measured message (bytes)."""
+        return float(self.sizes[-1])
+
+    def reaches(self, size_bytes: float) -> bool:
+        """Whether the curve can be read at a message: inside it, or beyond it at a rate that it shows."""
+        return size_bytes <= self.largest or self.largest >= _BULK_BYTES
 
     def at(self, size_bytes: float) -> float:
         """Seconds for a message."""

@@ -229,6 +229,9 @@ def test_local_link_comes_from_measured_all_reduces() -> None:
     # two ranks send 2 x 1/2 of the message: 4 MB in 2 ms; a small one takes two steps
     assert link.bandwidth_bytes_per_s == pytest.approx(2e9)
     assert link.latency_s == pytest.approx(200e-6)
+    small = Profile(manifest=Manifest(), collectives=collectives[:1], sources=(source(),))
+    cluster = load_cluster("local", profile=small)
+    assert cluster.sources["links.shared-memory.bandwidth_bytes_per_s"] == "assumed", "1 kB shows no rate"
 
 
 def test_local_on_a_known_gpu_keeps_its_specification() -> None:

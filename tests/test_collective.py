@@ -145,6 +145,20 @@ def test_measured_curve_is_exact_at_its_sizes_and_logarithmic_between() -> None:
     assert table.price("all_reduce", 200_000, 2, 2).time_s == pytest.approx(2000e-6), "bandwidth stays"
 
 
+def test_a_small_message_shows_no_rate() -> None:
+    """The 160 bytes of a gradient norm take 8 ms, mostly waiting; 3 MB do not take 19,000 times as long."""
+    norm = row(160, 8000.0)
+    route = Route(host_cluster().links[0], load_priors().link("gloo"))
+    alone = prices(norm).price("all_reduce", 3_000_000, 2, 2)
+    assert alone.time_s == pytest.approx(8e-3 + transfer_s(3_000_000 - 160, route))
+    assert alone.kind == "interpolated" and alone.spread >= 0.25
+    scattered = prices(norm, row(1_000_000, 5000.0, kind="reduce_scatter"))
+    found = scattered.price("all_reduce", 2_000_000, 2, 2)
+    assert found.time_s == pytest.approx(10e-3), "gloo's reduce-scatter is an all-reduce"
+    assert found.kind == "interpolated"
+    assert scattered.price("all_reduce", 160, 2, 2).kind == "measured"
+
+
 def test_rows_of_the_running_step_scale_the_sweep() -> None:
     """The sweep gives the form; at 100 kB the step took twice as long as the sweep says."""
     table = prices(row(1000, 100.0, in_situ=False), row(100_000, 1000.0, in_situ=False), row(100_000, 2000.0))

@@ -134,7 +134,11 @@ def _shared_memory_link(profile: Profile) -> tuple[LinkLevel, dict[str, str]]:
     A ring all-reduce of S bytes over n ranks moves 2 (n-1)/n S each way through every rank.
     """
     rows = [r for r in profile.collectives if r.kind == "all_reduce" and r.group_size > 1 and r.time_us > 0]
-    bandwidths = [2 * (r.group_size - 1) / r.group_size * r.size_bytes / (r.time_us * 1e-6) for r in rows]
+    bandwidths = [
+        2 * (r.group_size - 1) / r.group_size * r.size_bytes / (r.time_us * 1e-6)
+        for r in rows
+        if r.size_bytes >= 65_536  # smaller messages show the latency, not the rate
+    ]
     latencies = [r.time_us * 1e-6 / (2 * (r.group_size - 1)) for r in rows if r.size_bytes <= 4096]
     link = LinkLevel(
         name="shared-memory",
@@ -143,7 +147,7 @@ def _shared_memory_link(profile: Profile) -> tuple[LinkLevel, dict[str, str]]:
         latency_s=min(latencies, default=ASSUMED_GLOO_LATENCY_S),
     )
     return link, {
-        "links.shared-memory.bandwidth_bytes_per_s": "fastest measured all-reduce"
+        "links.shared-memory.bandwidth_bytes_per_s": "fastest measured all-reduce of 64 KiB or more"
         if bandwidths
         else "assumed",
         "links.shared-memory.latency_s": "fastest measured all-reduce up to 4 KiB"
