@@ -78,7 +78,7 @@ def _report(args: argparse.Namespace, code: int, *, is_told: bool) -> None:
     try:
         profile = load_profile(args.output)
     except RunError as error:
-        steps, status, problem = 0, "missing", str(error)
+        steps, status, problem = 0, "missing", error.message
     else:
         steps, status, problem = len({r.step for r in profile.steps}), profile.manifest.status, ""
     if args.json:
@@ -89,4 +89,6 @@ def _report(args: argparse.Namespace, code: int, *, is_told: bool) -> None:
         )
     elif not steps:
         hint = problem or "call session.step() in the loop, or decorate the function that trains"
+        if code:
+            hint = f"the script ended with exit code {code}"
         console(stderr=True).print(f"llmprof: no step was seen ({hint})", soft_wrap=True)
