@@ -162,7 +162,7 @@ class Capture:
             self._never_raise(lambda: self._write_run(trace_workload=trace_workload))
         for file in (self._scalars, self._writer):
             if file is not None:
-                file.close()
+                self._never_raise(file.close)
         self.traced = None
 
     def _never_raise(self, part: Callable[[], None]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar, Token
 from functools import wraps
 from pathlib import Path
@@ -161,7 +161,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 
 def _profiled(function: Callable[P, R], options: CaptureOptions) -> Callable[P, R]:
-    """The function inside a session; coroutines and generators keep their kind."""
+    """The function inside a session; coroutines and generators, also asynchronous ones, keep their kind."""
     if not is_enabled():
         return function
     untyped = cast(Callable[..., Any], function)
@@ -179,6 +179,26 @@ def _profiled(function: Callable[P, R], options: CaptureOptions) -> Callable[P, 
                 return (yield from untyped(*args, **kwargs))
 
         return cast(Callable[P, R], wraps(function)(run_generator))
+
+    if inspect.isasyncgenfunction(function):
+
+        async def run_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            with Session(options):
+                async with aclosing(untyped(*args, **kwargs)) as items:
+                    following = items.asend(None)
+                    while True:
+                        try:
+                            item = await following
+                        except StopAsyncIteration:
+                            return
+                        try:
+                            following = items.asend((yield item))
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:  # noqa: BLE001 (thrown in by the consumer)
+                            following = items.athrow(error)
+
+        return cast(Callable[P, R], wraps(function)(run_async_generator))
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import nn
 
 import llmprof
 from llmprof.errors import RequestError
+from llmprof.hooks import session as session_module
 from llmprof.schema.operators import MATMUL_FAMILIES
 
 VOCAB, SEQ, BATCH = 32, 8, 4
@@ -343,3 +344,33 @@ def test_errors_of_ours_are_counted_logged_once_and_switch_us_off(
     messages = [record.getMessage() for record in caplog.records]
     assert sum("disk full" in text for text in messages) == 1
     assert any("switched off after 3 errors" in text for text in messages)
+
+
+def test_a_full_disk_at_the_end_does_not_reach_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("llmprof.schema.store.RunWriter.close", fail)
+    with llmprof.session(logdir=tmp_path, workload=False):
+        pass
+
+
+def test_asynchronous_generators_are_captured_while_they_run(tmp_path: Path) -> None:
+    @llmprof.profile(logdir=tmp_path, workload=False)
+    async def train() -> AsyncGenerator[object, int]:
+        sent = yield session_module._current.get() is not None
+        try:
+            yield sent + 1
+        except ValueError as error:
+            yield str(error)
+
+    async def main() -> list[object]:
+        items = train()
+        found = [await anext(items), await items.asend(7), await items.athrow(ValueError("thrown in"))]
+        with pytest.raises(StopAsyncIteration):
+            await anext(items)
+        return found
+
+    assert asyncio.run(main()) == [True, 8, "thrown in"]
