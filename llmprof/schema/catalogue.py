@@ -18,6 +18,11 @@ from llmprof.schema.local import local_cluster
 from llmprof.schema.profile import Profile
 
 LOCAL = "local"
+KINDS = ("cuda", "rocm", "cpu")
+LEAST, MOST = 1.0, 1e21
+"""What a number of a device or the bandwidth of a link is between, in bytes, FLOP/s, W and Hz."""
+MAX_LATENCY_S, MAX_OVERSUBSCRIPTION = 10.0, 1e6
+_UNITS = "numbers are plain bytes, bytes/s, FLOP/s, W and Hz"
 _DIRECTORY = Path(__file__).parent / "catalogue"
 _PER_NODE_WORDS = (
     "per_node",
@@ -161,6 +166,10 @@ def check_cluster(cluster: Cluster) -> None:
     for link in cluster.links:
         _check_link(link, where)
     _check_spans(cluster, where)
+    for key in ("failures_per_device_day", "host_memory_bytes"):
+        value = getattr(cluster, key)
+        if value is not None and not 0 <= value <= MOST:
+            raise ClusterError(f"{where}: {key}={value:g} is not between 0 and {MOST:g}")
     if cluster.price is not None and cluster.price.per_device_hour <= 0:
         raise ClusterError(f"{where}: price.per_device_hour={cluster.price.per_device_hour} is not positive")
 
@@ -203,6 +212,14 @@ def _check_device(device: Device, where: str) -> None:
             raise ClusterError(
                 f"{where}: device.{key}={value} is not positive", hint="leave out what is not known"
             )
+        if value is not None and not LEAST <= value <= MOST:
+            raise ClusterError(
+                f"{where}: device.{key}={value:g} is not between {LEAST:g} and {MOST:g}", hint=_UNITS
+            )
+    if device.kind not in KINDS:
+        raise ClusterError(f"{where}: device.kind={device.kind!r} is not one of {', '.join(KINDS)}")
+    if device.idle_power_w is not None and not 0 <= device.idle_power_w <= MOST:
+        raise ClusterError(f"{where}: device.idle_power_w={device.idle_power_w:g} is not 0 or more")
     if device.usable_memory_bytes > device.memory_bytes:
         raise ClusterError(
             f"{where}: usable_memory_bytes={device.usable_memory_bytes} is more than "
@@ -215,6 +232,22 @@ def _check_link(link: LinkLevel, where: str) -> None:
     if not link.bandwidth_bytes_per_s > 0:
         raise ClusterError(
             f"{where}: link {link.name!r} has bandwidth {link.bandwidth_bytes_per_s}, not positive"
+        )
+    if not LEAST <= link.bandwidth_bytes_per_s <= MOST:
+        raise ClusterError(
+            f"{where}: link {link.name!r} has bandwidth {link.bandwidth_bytes_per_s:g}, "
+            f"not between {LEAST:g} and {MOST:g}",
+            hint=_UNITS,
+        )
+    if link.latency_s > MAX_LATENCY_S:
+        raise ClusterError(
+            f"{where}: link {link.name!r} has latency_s={link.latency_s:g}, more than {MAX_LATENCY_S:g}",
+            hint="latency is in seconds",
+        )
+    if link.oversubscription > MAX_OVERSUBSCRIPTION:
+        raise ClusterError(
+            f"{where}: link {link.name!r} has oversubscription {link.oversubscription:g}, "
+            f"more than {MAX_OVERSUBSCRIPTION:g}"
         )
     if link.latency_s < 0 or link.span < 0:
         raise ClusterError(f"{where}: link {link.name!r} has a negative latency_s or span")

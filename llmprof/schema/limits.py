@@ -15,6 +15,7 @@ MAX_DIM = 10**12
 """A dimension of a tensor, or a coefficient of one."""
 MAX_SLOTS = 100
 """State tensors for each parameter."""
+AXES = ("dp", "tp", "pp")
 LAYER_KINDS = ("prologue", "block", "epilogue", "loss")
 
 
@@ -83,6 +84,8 @@ def _class_problems(workload: Workload, trace: ClassTrace) -> Iterator[str]:
 def _trace_problems(layer: LayerTrace, where: str) -> Iterator[str]:
     for op in layer.ops:
         yield from _outside(f"{where}: count of {op.op!r}", op.count, 1, MAX_COUNT)
+        if op.collective and op.axis not in AXES:
+            yield f"{where}: {op.op!r} is a collective over {op.axis!r}, not over one of {', '.join(AXES)}"
         for tensor in (*op.inputs, *op.outputs):
             yield from _dim_problems(tensor, f"{where}: a dimension of {op.op!r}")
     for tensor in (*layer.saved, *((layer.boundary,) if layer.boundary else ())):
