@@ -34,12 +34,27 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     world, default = module._world, module.GroupMember.WORLD
     module._world = module._World()
     module.GroupMember.WORLD = None
+    forget_sharding_rules()
     try:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         yield
     finally:
         module._world = world
         module.GroupMember.WORLD = default
+        forget_sharding_rules()
+
+
+def forget_sharding_rules() -> None:
+    """Empty DTensor's caches: they answer for equal meshes, whose groups in another world have other members.
+
+    Without this, a process that trained with DTensors, or that traced before, would hand stale groups to a trace.
+    """
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        clear = getattr(debug, name, None)  # private: older torch has one cache or none
+        if clear is not None:
+            clear()
 
 
 @contextlib.contextmanager
