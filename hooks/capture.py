@@ -22,7 +22,7 @@ from llmprof.hooks.steps import StepDetector, StepFacts
 from llmprof.hooks.taps import Taps
 from llmprof.hooks.window import Schedule, StepRecorder, Windows
 from llmprof.schema.layout import Layout
-from llmprof.schema.profile import HostRow, MemoryRow, StepRow
+from llmprof.schema.profile import HostRow, MemoryRow, Profile, StepRow
 from llmprof.schema.store import RunWriter
 from llmprof.schema.workload import Workload
 
@@ -333,8 +333,7 @@ class Capture:
             self._never_raise(self._trace_workload)
         elif self.state.rank == 0 and self.state.options.workload:
             self.state.warnings.append("no workload was traced, because the loop ended with an exception")
-        self._write_tables(status="complete")
-        finish.write_mfu(self, self._scalars)
+        finish.write_mfu(self._write_tables(status="complete"), self._scalars)
         directory = self.state.options.directory
         if self.state.rank == 0:
             logger.info("llmprof: %d steps captured; see: llmprof show %s", len(self.rows), directory)
@@ -345,6 +344,8 @@ class Capture:
         if workload is not None and self._writer is not None:
             self._writer.write_workload(workload)
 
-    def _write_tables(self, *, status: str) -> None:
+    def _write_tables(self, *, status: str) -> Profile:
+        profile = finish.make_profile(self, status=status)
         if self._writer is not None:
-            self._writer.write_rank(finish.make_profile(self, status=status))
+            self._writer.write_rank(profile)
+        return profile

@@ -117,9 +117,8 @@ def static_rows(capture: Capture) -> tuple[MemoryRow, ...]:
     return static_memory(main, capture.taps.main_optimizer(), rank=capture.state.rank)
 
 
-def write_mfu(capture: Capture, scalars: LiveScalars | None) -> None:
+def write_mfu(profile: Profile, scalars: LiveScalars | None) -> None:
     """One MFU value at the last step, where the device's peak is known."""
-    profile = make_profile(capture, status="complete")
     flops, peak = profile.manifest.model_flops_per_step, profile.manifest.peak_flops
     times = [row.duration_us for row in profile.steps if row.kind == "train" and not row.instrumented]
     if scalars is None or flops is None or peak is None or not times:

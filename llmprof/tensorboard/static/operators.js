@@ -5,6 +5,23 @@ import { bytes, count, flops, isNumber, list, micros, words } from "./format.js"
 import { shareBar, sortableTable } from "./table.js";
 import { colorOf } from "./theme.js";
 
+const TIME_AND_CALLS = [
+  {
+    label: "Time",
+    numeric: true,
+    value: (r) => r.exclusive_us,
+    cell: (r) => micros(r.exclusive_us),
+    title: "exclusive time per step",
+  },
+  {
+    label: "Calls",
+    numeric: true,
+    value: (r) => r.count,
+    cell: (r) => count(r.count),
+    title: "calls per step",
+  },
+];
+
 /** Columns of operators that were added up; bars are relative to the longest row, numbers are shares of the step. */
 function groupColumns(label, longest) {
   return [
@@ -22,20 +39,7 @@ function groupColumns(label, longest) {
       cell: (r) => shareBar(r.share, longest, colorOf(list(r.phases)[0])),
       tip: (r) => list(r.phases).map(words).join(", "),
     },
-    {
-      label: "Time",
-      numeric: true,
-      value: (r) => r.exclusive_us,
-      cell: (r) => micros(r.exclusive_us),
-      title: "exclusive time per step",
-    },
-    {
-      label: "Calls",
-      numeric: true,
-      value: (r) => r.count,
-      cell: (r) => count(r.count),
-      title: "calls per step",
-    },
+    ...TIME_AND_CALLS,
     { label: "FLOPs", numeric: true, value: (r) => r.flops, cell: (r) => flops(r.flops), title: "per step" },
   ];
 }
@@ -56,20 +60,7 @@ const CALLS = [
     tip: (r) => `${r.shapes} ${r.dtype}`,
   },
   { label: "Phase", value: (r) => r.phase, cell: (r) => words(r.phase) },
-  {
-    label: "Time",
-    numeric: true,
-    value: (r) => r.exclusive_us,
-    cell: (r) => micros(r.exclusive_us),
-    title: "exclusive time per step",
-  },
-  {
-    label: "Calls",
-    numeric: true,
-    value: (r) => r.count,
-    cell: (r) => count(r.count),
-    title: "calls per step",
-  },
+  ...TIME_AND_CALLS,
 ];
 
 function groupedCard(title, choices, report, hint) {
