@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench wheel-test
+.PHONY: help install demo test lint bench accuracy wheel-test
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -35,6 +35,9 @@ lint: $(READY) ## ruff and mypy
 
 bench: $(READY) ## forecast two-rank layouts, train them for real, compare
 	$(BIN)/python benchmarks/two_ranks.py
+
+accuracy: $(READY) ## score forecasts on published measurements (TABLES=folder), write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/published_runs.py $(TABLES)
 
 wheel-test: $(READY) ## build sdist and wheel, install the wheel elsewhere, test it there
 	$(BIN)/python -m pytest tests/test_packaging.py
