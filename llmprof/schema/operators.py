@@ -92,7 +92,7 @@ Exact names win over patterns, patterns are tried in this order, and "X_backward
 """
 _EXACT = {name: family for family, names in _FAMILIES.items() for name in names if "*" not in name}
 _PATTERNS = tuple((name, family) for family, names in _FAMILIES.items() for name in names if "*" in name)
-_NAMESPACE_FAMILIES = {"fsdp": "copy", "profiler": "view"}
+_NAMESPACE_FAMILIES = {"fsdp": "copy", "profiler": "view", "fused": "elementwise"}
 _COLLECTIVES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
