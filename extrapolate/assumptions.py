@@ -14,8 +14,11 @@ def list_assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[
     lines = [precision_assumption(plan.precision), *prices.operators.assumptions()]
     if layout.gpus > 1:
         lines.extend(prices.collectives.assumptions())
+    reference = plan.workload.source == "reference"
     if not seq_given:
-        lines.append(f"sequence length {plan.seq}, as captured")
+        lines.append(
+            f"sequence length {plan.seq}, {'the default of the model' if reference else 'as captured'}"
+        )
     if layout.pp > 1:
         counts = "+".join(
             str(sum(n for name, n in stage if plan.layers[name].kind == "block")) for stage in plan.stages
@@ -34,7 +37,12 @@ def list_assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[
     lines.extend(_data_parallel_lines(plan, machine))
     if groups_optimizer(plan, machine):
         lines.append("the optimizer runs over lists of tensors (foreach), torch's default on GPUs")
-    if plan.workload.implementation == "eager":
+    if reference:
+        lines.append(
+            f"reference decoder, implementation profile {plan.workload.implementation}, not captured"
+        )
+        lines.extend(plan.workload.warnings)
+    elif plan.workload.implementation == "eager":
         lines.append("eager operators as captured: no compiler, no fused kernels beyond the captured ones")
     return tuple(line for line in lines if line)
 

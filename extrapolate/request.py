@@ -60,7 +60,7 @@ def resolve_batch(layout: Layout, workload: Workload, global_batch: int | None) 
     """The layout with its final `accum`, and one sentence about the global batch.
 
     Args:
-        global_batch: sequences per step; None for the captured one (strong scaling).
+        global_batch: sequences per step; None for the captured one (strong scaling), or the layout's when there is none.
 
     Raises:
         LayoutError: the global batch is not dp x mb x accum.
@@ -78,6 +78,10 @@ def resolve_batch(layout: Layout, workload: Workload, global_batch: int | None) 
             f"dp {layout.dp} x mb {layout.mb} x accum {layout.accum} = {layout.global_batch} sequences, "
             f"not the global batch of {global_batch}",
             hint=f"choose dp x mb x accum = {global_batch}, or leave accum out",
+        )
+    if workload.source == "reference":
+        return layout, (
+            f"global batch {layout.global_batch} sequences = dp {layout.dp} x mb {layout.mb} x accum {layout.accum}"
         )
     captured = workload.dp * workload.batch * workload.accum
     if captured == layout.global_batch:

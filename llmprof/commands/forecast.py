@@ -1,4 +1,4 @@
-"""`llmprof forecast RUN`: what the step of a run would be on other machines and layouts."""
+"""`llmprof forecast RUN`: what the step of a run, or of a model by its sizes, would be on machines and layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmprof.commands.request import load_subject, number_of_tokens, parse_layouts, positive_int
+from llmprof.commands.request import number_of_tokens, parse_layouts, positive_int
+from llmprof.commands.subject import add_subject, load_subject
 from llmprof.errors import NoAnswerError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ SUMMARY = "what the step would be on N GPUs of a cluster with a layout"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("run", metavar="RUN", help="run directory of a capture, or a workload file")
+    add_subject(parser)
     parser.add_argument(
         "--cluster", required=True, metavar="NAME", help="catalogue name, path of a .json file, or local"
     )
@@ -56,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     from llmprof.schema.catalogue import load_cluster
 
     layouts = parse_layouts(args.layout, gpus=args.gpus)
-    profile = load_subject(args.run)
+    profile = load_subject(args, layouts)
     cluster = load_cluster(args.cluster, profile=profile)
     predictions = [_predict(profile, layout, cluster, args) for layout in layouts]
     forecasts = [_forecast_of(prediction) for prediction in predictions]

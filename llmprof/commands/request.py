@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def load_subject(path: str) -> Profile:
-    """The Profile that a forecast starts from: a run directory, or a Workload file without measurements.
-
-    Raises:
-        RunError, WorkloadError: it cannot be read.
-    """
-    from llmprof.schema.profile import Manifest, Profile
-    from llmprof.schema.store import load_workload
-
-    if Path(path).is_file() and Path(path).suffix == ".json":
-        workload = load_workload(path)
-        return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return load_run(path)
-
-
 def load_run(path: str) -> Profile:
     """Read a run; a directory that only holds runs is refused with the name of the newest.
 

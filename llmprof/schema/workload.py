@@ -206,7 +206,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         implementation: "eager", "compile", "megatron" or "te".
         tp_refusal: why classes with tp > 1 are missing, "" when they are not.
         warnings: what the trace could not see, each one sentence.
-        source: "traced" or "rows" (built from captured rows alone).
+        source: "traced", "rows" (built from captured rows alone), or "reference" (a decoder that was not captured).
     """
 
     version: int = WORKLOAD_VERSION
