@@ -38,7 +38,7 @@ def find_merges(ops: Sequence[OpSpec], calls: Sequence[Call]) -> Merges:
             by_module.setdefault((op.module, op.phase), []).append(index)
     groups: dict[tuple[Value, str, str], list[Call]] = {}
     for call in calls:
-        if call.kind == "matmul" and len(call.reads) == 1:
+        if call.kind == "matmul" and len(call.reads) == 1 and call.op.outputs:
             key = (call.reads[0].value, call.op.module.rpartition(".")[0], call.op.op)
             groups.setdefault(key, []).append(call)
     for members in groups.values():

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmprof.errors import WorkloadError
-from llmprof.schema.hf_config import read_hf_config, shape_from_hf_config
-from llmprof.schema.model import parse_model, read_model
+from llmprof.schema.hf_config import read_hf_config
+from llmprof.schema.model import parse_model, read_model, shape_from_hf_config
 
 LLAMA_8B = "llama:layers=32,hidden=4096,ffn=14336,heads=32,kv_heads=8,vocab=128256"
 

@@ -79,20 +79,11 @@ _NOT_REPRESENTABLE = {
 }
 
 
-def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes.
+def read_hf_config(config: Mapping[str, Any]) -> tuple[ModelShape, tuple[str, ...]]:
+    """The shape that a Hugging Face `config.json` describes, and a sentence for everything defaulted or left out.
 
     Raises:
         WorkloadError: an architecture that a ModelShape cannot represent (which part is named), or a missing size.
-    """
-    return read_hf_config(config)[0]
-
-
-def read_hf_config(config: Mapping[str, Any]) -> tuple[ModelShape, tuple[str, ...]]:
-    """As `shape_from_hf_config`, with a sentence for everything defaulted or left out.
-
-    Raises:
-        WorkloadError: as `shape_from_hf_config`.
     """
     kind = config.get("model_type")
     rule = _rule(config, kind)

@@ -5,7 +5,7 @@ A shape is typed as `FAMILY:key=value,...` (`parse_model`); `llmprof.schema.hf_c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -242,6 +242,17 @@ def read_model(text: str) -> ParsedModel:
     defaults = [f"{key}={values[key]}" for key in _REQUIRED if key not in typed]
     defaults += [f"{key}={values[key]}" for key in ("experts", "topk") if key in values and key not in typed]
     return ParsedModel(shape, f"defaults of family {family}: {', '.join(defaults)}" if defaults else "")
+
+
+def shape_from_hf_config(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Hugging Face `config.json` describes; `llmprof.schema.hf_config` also tells what it leaves out.
+
+    Raises:
+        WorkloadError: an architecture that a ModelShape cannot represent, or a missing size.
+    """
+    from llmprof.schema.hf_config import read_hf_config
+
+    return read_hf_config(config)[0]
 
 
 def _typed(body: str, text: str) -> dict[str, Any]:
