@@ -11,7 +11,6 @@ import numpy as np
 
 from llmprof.errors import WorkloadError
 from llmprof.extrapolate.assumptions import list_assumptions
-from llmprof.extrapolate.calibrate import window_scale, wrapper_us
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
@@ -31,6 +30,7 @@ from llmprof.extrapolate.schedule import (
 from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Pipeline, Span, StageClock, add_into
 from llmprof.extrapolate.stage import Stage
 from llmprof.extrapolate.uncertainty import Factors
+from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.profile import Profile
