@@ -163,7 +163,8 @@ class Forecaster:
 
     def _plan(self, layout: Layout, seq: int) -> tuple[Plan, tuple[object, ...]]:
         captured, kind = self._workload.precision, self.cluster.device.kind
-        rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind)
+        masters = self._workload.source == "reference"
+        rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind, masters=masters)
         key = (layout.tp, layout.sp, layout.mb, seq, rule.target)
         if key not in self._layers:
             self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)

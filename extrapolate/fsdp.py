@@ -39,7 +39,7 @@ def _unit_costs(parameters: Sequence[Parameter], plan: Plan, prices: Prices) -> 
     numel = sum(p.numel for p in parameters)
     shard = prices.group["shard"][0]
     stored = parameters[0].dtype if parameters else "float32"
-    working = plan.precision.activation if plan.precision.changes else stored
+    working = plan.precision.working or stored
     local = -(-numel // shard)
     padded = local * shard
     gather = prices.copy("fsdp::all_gather_copy_in", local, source=stored, target=working)

@@ -172,7 +172,7 @@ def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
         return parameter_bytes(trainable)
     if layout.zero < 3:
         return min(parameter_bytes(trainable), 25 << 20)
-    working = plan.precision.activation if plan.precision.changes else ""
+    working = plan.precision.working
     units = {name: plan.layers[name].parameters for name, _ in plan.stages[stage] if _is_block(plan, name)}
     block = max(units.values(), key=parameter_bytes, default=())
     root = tuple(

@@ -18,10 +18,12 @@ class PrecisionRule:
     Attributes:
         captured: compute dtype of the matmuls when captured.
         target: compute dtype asked for; matmul peaks are looked up under it.
+        masters: parameters are float32 masters beside a working copy in the captured precision.
     """
 
     captured: str
     target: str
+    masters: bool = False
 
     @property
     def changes(self) -> bool:
@@ -36,7 +38,12 @@ class PrecisionRule:
     @property
     def mixed(self) -> bool:
         """True when float32 master weights are kept beside a narrower working copy."""
-        return self.changes and self.activation in ("bfloat16", "float16")
+        return (self.changes or self.masters) and self.activation in ("bfloat16", "float16")
+
+    @property
+    def working(self) -> str:
+        """Dtype in which parameters are used and gathered, "" when it is their own."""
+        return self.activation if self.changes or self.masters else ""
 
     def activations(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors of an operator outside loss and optimizer, floats in the activation dtype."""
@@ -52,22 +59,26 @@ class PrecisionRule:
         return tuple(t._replace(dtype=dtype) if t.dtype in FLOATS else t for t in tensors)
 
 
-def choose_precision(*, captured: str, asked: str, device_kind: str) -> PrecisionRule:
+def choose_precision(
+    *, captured: str, asked: str, device_kind: str, masters: bool = False
+) -> PrecisionRule:
     """The rule for a layout's `precision` (or "") on a device kind.
 
     Without a wish the captured precision stays, except that a float32 capture is forecast in bfloat16 on a GPU.
+
+    Args:
+        masters: the workload's parameters are float32 masters, as those of a reference decoder.
     """
-    if asked:
-        return PrecisionRule(captured=captured, target=asked)
-    if captured == "float32" and device_kind != "cpu":
-        return PrecisionRule(captured=captured, target="bfloat16")
-    return PrecisionRule(captured=captured, target=captured)
+    target = asked
+    if not target:
+        target = "bfloat16" if captured == "float32" and device_kind != "cpu" else captured
+    return PrecisionRule(captured=captured, target=target, masters=masters)
 
 
 def precision_assumption(rule: PrecisionRule) -> str | None:
     """One sentence for the user, None when nothing is changed."""
     if not rule.changes:
-        return None
+        return f"precision {rule.target}; float32 master weights and optimizer state" if rule.mixed else None
     masters = "; float32 master weights, gradients and optimizer state" if rule.mixed else ""
     return (
         f"precision {rule.target} (captured: {rule.captured}): matmul and attention inputs and saved activations "

@@ -38,7 +38,7 @@ class Fit:
         if not points[0][0].experts:
             names = [n for n in names if not n.startswith("expert")]
         self._found: dict[tuple[int, ...], list[str]] = {}
-        self._held = {}
+        self._held: dict[str, int] = {}
         for count in range(1, _MOST_FACTORS + 1):
             for chosen in itertools.combinations(names, count):
                 values = [1] * len(sizes)

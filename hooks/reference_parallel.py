@@ -93,7 +93,7 @@ class _ColumnInput(torch.autograd.Function):
         return _all_gather(x, rank) if rank.sp else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return (_reduce_scatter if ctx.rank.sp else _all_reduce)(grad, ctx.rank), None
 
 
@@ -104,7 +104,7 @@ class _RowOutput(torch.autograd.Function):
         return (_reduce_scatter if rank.sp else _all_reduce)(x, rank)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad, ctx.rank) if ctx.rank.sp else grad, None
 
 
@@ -123,7 +123,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return total.log() - own
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shares, local, outside = ctx.saved_tensors
         hit = torch.logical_not(outside).to(shares.dtype).unsqueeze(-1)
         result = shares.scatter_add(-1, local.unsqueeze(-1), -hit)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch.distributed import distributed_c10d
 
 from llmprof.hooks.fake import fake_mode, fake_world, quiet
 from llmprof.hooks.layers import find_skeleton, raw_layers
@@ -60,7 +61,7 @@ def trace_reference(point: TracePoint) -> dict[str, TracedLayer]:
     whole = _meta_decoder(point.shape, Rank())
     world = fake_world(0, point.tp) if point.tp > 1 else contextlib.nullcontext()
     with world, quiet():
-        group = torch.distributed.group.WORLD.group_name if point.tp > 1 else ""  # type: ignore[union-attr]
+        group = distributed_c10d._get_default_group().group_name if point.tp > 1 else ""
         rank = Rank(tp=point.tp, sp=point.sp, group=group)
         module = _meta_decoder(point.shape, rank)
         mode = fake_mode()
@@ -122,9 +123,9 @@ def _as_on_accelerator(op: TracedOp) -> TracedOp:
     if "layer_norm" in op.op:
         inputs, outputs = (tuple(_statistic(t) for t in part) for part in (op.inputs, op.outputs))
         return op._replace(inputs=inputs, outputs=outputs)
-    if op.op == "aten::_grouped_mm" and op.phase == "backward_input":
-        if all(len(t.shape) == 2 for t in op.inputs[:2]):  # (m, tokens) x (tokens, n), cut by expert
-            return op._replace(phase="backward_weight")
+    matrices = all(len(t.shape) == 2 for t in op.inputs[:2])
+    if op.op == "aten::_grouped_mm" and op.phase == "backward_input" and matrices:
+        return op._replace(phase="backward_weight")  # (m, tokens) x (tokens, n), cut by expert
     return op
 
 
@@ -174,7 +175,7 @@ def _variant(shape: ModelShape, variant: dict[str, object]) -> ModelShape:
         wanted |= {"experts": 0, "topk": 0, "expert_ffn": 0, "shared_ffn": 0}
     elif kind == "experts":
         wanted |= {"shared_ffn": 0}
-    return msgspec.structs.replace(shape, **wanted)  # type: ignore[arg-type]
+    return msgspec.structs.replace(shape, **wanted)
 
 
 def variants() -> Iterator[dict[str, object]]:

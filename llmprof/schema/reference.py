@@ -184,11 +184,16 @@ class _Product(NamedTuple):
     local_seq: bool
 
 
+_Run = tuple[int, int]
+"""Index of an operator, number of consecutive calls."""
+
+
 class _Table(NamedTuple):
-    """The file with its products parsed."""
+    """The file with its products parsed and equal consecutive operators counted."""
 
     dims: tuple[_Product, ...]
     file: _TableFile
+    runs: dict[str, tuple[_Run, ...]]
 
 
 @lru_cache(maxsize=1)
@@ -199,7 +204,11 @@ def _load() -> _Table:
             f"{DATA_FILE.name} has version {file.version}, but {VERSION} is read",
             hint="install llmprof again",
         )
-    return _Table(tuple(_product(text) for text in file.dims), file)
+    runs = {
+        key: tuple((index, len(list(same))) for index, same in groupby(layer.ops))
+        for key, layer in file.layers.items()
+    }
+    return _Table(tuple(_product(text) for text in file.dims), file, runs)
 
 
 def _product(text: str) -> _Product:
@@ -216,10 +225,11 @@ class _Filled:
     def __init__(self, shape: ModelShape, table: _Table, *, tp: int, precision: str) -> None:
         sizes = named_sizes(shape, tp) | {"tp": tp}
         self._dims = [_fill(product, sizes, tp) for product in table.dims]
-        self._file, self._tp, self._precision = table.file, tp, precision
+        self._file, self._runs, self._tp, self._precision = table.file, table.runs, tp, precision
         self._attributes = None if shape.causal else ()
         self._tensors: dict[int, tuple[TensorSpec, ...]] = {}
-        self._ops: dict[tuple[int, int], OpSpec | None] = {}
+        self._lists: dict[tuple[int, ...], tuple[TensorSpec, ...]] = {}
+        self._ops: dict[_Run, OpSpec | None] = {}
 
     def shape(self, index: int) -> tuple[int, ...]:
         """A tensor without batch and sequence."""
@@ -228,21 +238,20 @@ class _Filled:
     def layer(self, key: str) -> LayerTrace:
         """A layer of the table."""
         layer = self._file.layers[key]
-        runs = ((index, len(list(same))) for index, same in groupby(layer.ops))
         boundary = self._list(layer.boundary)
         return LayerTrace(
-            ops=tuple(op for run in runs if (op := self._op(run)) is not None),
+            ops=tuple(op for run in self._runs[key] if (op := self._op(run)) is not None),
             saved=self._list(layer.saved),
             boundary=boundary[0] if boundary else None,
             parameters=tuple(self.shape(local) for _, _, local, _, _ in layer.parameters),
         )
 
-    def _op(self, run: tuple[int, int]) -> OpSpec | None:
+    def _op(self, run: _Run) -> OpSpec | None:
         if run not in self._ops:
             self._ops[run] = self._make(run)
         return self._ops[run]
 
-    def _make(self, run: tuple[int, int]) -> OpSpec | None:
+    def _make(self, run: _Run) -> OpSpec | None:
         op, phase, module, inputs, outputs, attributes, collective = self._file.ops[run[0]]
         made = OpSpec(
             op=op,
@@ -260,7 +269,10 @@ class _Filled:
         return made
 
     def _list(self, indices: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(spec for index in indices for spec in self._tensor(index))
+        found = self._lists.get(indices)
+        if found is None:
+            found = self._lists[indices] = tuple(spec for index in indices for spec in self._tensor(index))
+        return found
 
     def _tensor(self, index: int) -> tuple[TensorSpec, ...]:
         if index not in self._tensors:
