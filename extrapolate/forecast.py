@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from math import log
 from statistics import NormalDist
@@ -11,6 +12,7 @@ import numpy as np
 
 from llmprof.errors import WorkloadError
 from llmprof.extrapolate.assumptions import list_assumptions
+from llmprof.extrapolate.calibration import CLASSES, Calibration
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
@@ -106,12 +108,21 @@ class Forecaster:
         profile: a measured profile with its workload.
         cluster: what it runs on.
         draws, seed: samples behind the intervals.
+        calibration: what measured steps say of assumed prices; None for the prior.
 
     Raises:
         WorkloadError: the profile has no workload.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, *, draws: int = 200, seed: int = 0) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        draws: int = 200,
+        seed: int = 0,
+        calibration: Calibration | None = None,
+    ) -> None:
         if profile.workload is None:
             raise WorkloadError("the run has no workload", hint="capture it again with tracing on")
         if not profile.workload.sequence:
@@ -119,13 +130,21 @@ class Forecaster:
         self.profile, self.cluster = profile, cluster
         self._workload = profile.workload
         self._same = is_same_device(profile, cluster.device)
-        self._factors = Factors(draws=draws, seed=seed)
+        self._seed, self._factors = seed, Factors(draws=draws, seed=seed, calibration=calibration)
         self._operators = OperatorPrices(profile, cluster.device, same_device=self._same)
         self._collectives = CollectivePrices(profile, cluster, same_device=self._same)
         self._scale = window_scale(profile, self._operators)
         self._layers: dict[tuple[object, ...], dict[str, LayerWork]] = {}
         self._pricer = LayerPricer()
         self._schedules: dict[tuple[str, int, int], Programs] = {}
+
+    def recalibrated(self, calibration: Calibration, *, draws: int | None = None) -> Forecaster:
+        """The same forecaster with another calibration; plans and nominal prices are shared."""
+        other = copy(self)
+        draws = self._factors.draws if draws is None else draws
+        other._factors = Factors(draws=draws, seed=self._seed, calibration=calibration)
+        other._pricer = LayerPricer()
+        return other
 
     def simulate(
         self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
@@ -152,13 +171,17 @@ class Forecaster:
         return Simulation(
             plan=plan,
             machine=machine,
-            step_s=end + extra,
+            step_s=(end + extra) * self._factors.model(str(plan.layout)),
             parts=parts,
-            evidence=_shares(stages[slowest], extra_parts),
+            evidence=_shares(stages[slowest], extra_parts, self._factors.calibration),
             stages=stages,
             slowest=slowest,
             memory=self._memory(plan, programs),
-            assumptions=(batch_line, *list_assumptions(plan, machine, seq_given=seq is not None)),
+            assumptions=(
+                batch_line,
+                *filter(None, [self._factors.calibration.sentence()]),
+                *list_assumptions(plan, machine, seq_given=seq is not None),
+            ),
         )
 
     def _plan(self, layout: Layout, seq: int) -> tuple[Plan, tuple[object, ...]]:
@@ -286,9 +309,12 @@ def _jitter(profile: Profile) -> float:
     return float(min(MAX_JITTER, (high - low) / 1.349))
 
 
-def _shares(stage: StageResult, extra: Parts) -> Parts:
+def _shares(stage: StageResult, extra: Parts, calibration: Calibration) -> Parts:
+    """Shares by kind of evidence; assumed prices are interpolated as far as calibration explains what they err by."""
     evidence = dict(stage.evidence)
     add_into(evidence, {"assumed": extra["straggler"], "measured": extra["input"]})
     total = sum(evidence.values()) or 1.0
     shares = {kind: evidence.get(kind, 0.0) / total for kind in ("measured", "interpolated")}
+    classes = np.array([evidence.get(f"assumed:{name}", 0.0) for name in CLASSES]) / total
+    shares["interpolated"] += calibration.explained(classes) * float(classes.sum())
     return {**shares, "assumed": max(0.0, 1.0 - sum(shares.values()))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmprof.extrapolate.calibration import evidence_of
 from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.simulate import Array, Calls, Parts, Pass, Streams, add_into
 from llmprof.extrapolate.uncertainty import Factors
@@ -24,7 +25,7 @@ class Segment:
     Attributes:
         device_s, host_s: time on the device, and on the host to launch it.
         parts: owners of the nominal device time.
-        evidence: the nominal device and host time by kind of evidence.
+        evidence: the nominal device and host time by kind of evidence, assumed prices by class ("assumed:link").
         calls: its collectives.
     """
 
@@ -61,11 +62,13 @@ class Machine:
                 parts[part] = parts.get(part, 0.0) + float(sampled[0])
             total = total.plus(cost)
         evidence: Parts = {}
-        for (_, kind), seconds in total.seconds.items():
-            add_into(evidence, {kind: seconds})
+        for (name, kind), seconds in total.seconds.items():
+            factor = f"{name}:{kind}"
+            add_into(evidence, {evidence_of(factor): seconds * self.factors.nominal(factor)})
+        launches = f"host:{self.prices.operators.host_kind()}"
+        host = total.host_s * self.factors.factor(launches, HOST_SPREAD)
         if self.cpu:
-            add_into(evidence, {self.prices.operators.host_kind(): total.host_s})
-        host = total.host_s * self.factors.factor("host", HOST_SPREAD)
+            add_into(evidence, {evidence_of(launches): float(host[0])})
         return Segment(device_s=device, host_s=host, parts=parts, evidence=evidence, calls=total.calls)
 
     def run(self, streams: Streams, segment: Segment, label: str = "", phase: str = "") -> Array:

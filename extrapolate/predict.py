@@ -13,6 +13,7 @@ from llmprof.extrapolate.baselines import (
     naive_step_time_s,
     second_baseline_step_time_s,
 )
+from llmprof.extrapolate.calibration import Calibration
 from llmprof.extrapolate.compute import peak_flops
 from llmprof.extrapolate.economics import economics_assumptions, step_cost, step_energy_j
 from llmprof.extrapolate.forecast import Forecaster, Simulation
@@ -40,6 +41,7 @@ def predict(
     tokens: float | None = None,
     draws: int = 200,
     seed: int = 0,
+    calibration: Calibration | None = None,
 ) -> Profile:
     """Forecast one training step of a captured workload under a layout on a cluster.
 
@@ -52,6 +54,7 @@ def predict(
         tokens: tokens of the whole run, to add the run's time and cost.
         draws: samples behind the intervals.
         seed: of the samples.
+        calibration: what measured steps say of assumed prices, of `fit_calibration`; None for the prior.
 
     Returns:
         A Profile of kind "predicted": `manifest.forecast` is the object of `forecast --json`; rank is the stage.
@@ -61,7 +64,7 @@ def predict(
         LayoutError: the layout does not multiply out, does not fit the cluster's size, or is not supported.
     """
     check_positive(tokens=tokens)
-    forecaster = Forecaster(profile, cluster, draws=draws, seed=seed)
+    forecaster = Forecaster(profile, cluster, draws=draws, seed=seed, calibration=calibration)
     simulation = forecaster.simulate(layout, global_batch=global_batch, seq=seq)
     forecast = forecast_object(profile, cluster, simulation, tokens=tokens)
     return _profile(profile, cluster, simulation, forecast)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from llmprof.extrapolate.cost import Prices
+from llmprof.extrapolate.compute import OpPrice
 from llmprof.extrapolate.forecast import Simulation, StageResult
 from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
+from llmprof.extrapolate.machine import Machine
 from llmprof.extrapolate.optimizer import optimizer_ops
 from llmprof.extrapolate.partition import LayerWork, Op, Plan
+from llmprof.extrapolate.simulate import Call
 from llmprof.schema.operators import bytes_moved, format_shapes
 from llmprof.schema.profile import PHASES, CollectiveRow, MemoryRow, OperatorRow, PhaseRow, SpanRow
 
@@ -21,7 +23,6 @@ NORMAL_IQR = 1.349
 def operator_rows(simulation: Simulation, device: str) -> tuple[OperatorRow, ...]:
     """Operators of one rank of every stage, equal calls added up."""
     rows: list[OperatorRow] = []
-    prices = simulation.machine.prices
     for stage, names in enumerate(simulation.plan.stages):
         merged: dict[tuple[object, ...], tuple[Op, str, str, float]] = {}
         for name, count in names:
@@ -31,7 +32,7 @@ def operator_rows(simulation: Simulation, device: str) -> tuple[OperatorRow, ...
                 key = (op.op, module, phase, op.inputs, op.attributes)
                 before = merged[key][3] if key in merged else 0.0
                 merged[key] = (op, phase, module, before + calls * count * op.count)
-        rows.extend(_operator_row(stage, entry, prices, device) for entry in merged.values())
+        rows.extend(_operator_row(stage, entry, simulation.machine, device) for entry in merged.values())
     return tuple(rows)
 
 
@@ -57,10 +58,14 @@ def _optimizer(layer: LayerWork, plan: Plan, simulation: Simulation) -> tuple[Op
     return optimizer_ops(stage_optimizer(layer, plan), shard=plan.layout.dp_shard, grouped=grouped)
 
 
-def _operator_row(stage: int, entry: tuple[Op, str, str, float], prices: Prices, device: str) -> OperatorRow:
+def _operator_row(
+    stage: int, entry: tuple[Op, str, str, float], machine: Machine, device: str
+) -> OperatorRow:
     op, phase, module, count = entry
+    prices = machine.prices
     price = prices.operators.price(op.op, op.inputs, op.outputs, op.attributes)
-    time_us = price.time_s * 1e6
+    time_us = price.time_s * 1e6 * machine.factors.nominal(f"{price.family}:{price.kind}")
+    launches = machine.factors.nominal(f"host:{prices.operators.host_kind()}")
     return OperatorRow(
         rank=stage,
         op=op.op,
@@ -76,7 +81,7 @@ def _operator_row(stage: int, entry: tuple[Op, str, str, float], prices: Prices,
         time_iqr_us=time_us * price.spread * NORMAL_IQR,
         time_n=1,
         exclusive_us=time_us * count,
-        host_us=price.host_s * 1e6,
+        host_us=price.host_s * 1e6 * launches,
         flops=op.flops,
         bytes=bytes_moved(op.op, op.inputs, op.outputs),
     )
@@ -94,10 +99,7 @@ def collective_rows(simulation: Simulation, backend: str) -> tuple[CollectiveRow
 def _collective_rows(
     stage: int, result: StageResult, simulation: Simulation, backend: str
 ) -> Iterator[CollectiveRow]:
-    prices = simulation.machine.prices.collectives
-    priced = {
-        call: prices.price(call.kind, call.size_bytes, call.group_size, call.span) for call in result.calls
-    }
+    priced = {call: _call_price(call, simulation.machine) for call in result.calls}
     total: dict[str, float] = {}
     for call, count in result.calls.items():
         axis = _AXES.get(call.axis, call.axis)
@@ -120,6 +122,11 @@ def _collective_rows(
             time_n=1,
             exposed_us=exposed * 1e6 * (seconds * count / total[axis] if total[axis] else 0.0),
         )
+
+
+def _call_price(call: Call, machine: Machine) -> OpPrice:
+    price = machine.prices.collectives.price(call.kind, call.size_bytes, call.group_size, call.span)
+    return price._replace(time_s=price.time_s * machine.factors.nominal(f"{price.family}:{price.kind}"))
 
 
 def phase_rows(simulation: Simulation, step_us: float) -> tuple[PhaseRow, ...]:

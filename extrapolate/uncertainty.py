@@ -6,12 +6,14 @@ memory category move together, so each is one log-normal factor that multiplies 
 
 from __future__ import annotations
 
-from math import sqrt
+from math import exp, sqrt
 from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmprof.extrapolate.calibration import CLASSES, Calibration, class_of
 
 SPEC_SHEET_FRACTION = 0.5
 """Share of assumed time above which a forecast is a spec-sheet estimate."""
@@ -28,19 +30,24 @@ class Interval(NamedTuple):
 
 
 class Factors:
-    """Draws of shared factors; index 0 is the nominal 1.0, the median of each factor is 1.
+    """Draws of shared factors. Index 0 is nominal: 1, or for an assumed price what calibration shifts it by.
 
-    A factor depends on its name and the seed alone, so forecasts of two layouts share their errors.
+    A factor depends on its name, the seed and the calibration alone, so forecasts of two layouts share their errors.
+    Factors of assumed prices ("matmul:assumed", "link:nvlink:assumed") share the error of their class beside their own.
 
     Args:
         draws: number of draws beside the nominal one.
         seed: of the generator.
+        calibration: shifts and errors of the classes; None for the prior.
     """
 
-    def __init__(self, *, draws: int = 200, seed: int = 0) -> None:
+    def __init__(self, *, draws: int = 200, seed: int = 0, calibration: Calibration | None = None) -> None:
         self.draws = draws
+        self.calibration = calibration or Calibration.prior()
         self._seed = seed
         self._normals: dict[str, NDArray[np.float64]] = {}
+        self._shared = self._class_logarithms()
+        self._variances = [float(v) for v in np.diag(Calibration.prior().covariance)]
 
     def normal(self, name: str) -> NDArray[np.float64]:
         """Standard normal draws of a name, shape (1 + draws,), 0 at index 0."""
@@ -53,8 +60,39 @@ class Factors:
         return found
 
     def factor(self, name: str, spread: float) -> NDArray[np.float64]:
-        """Log-normal factor of a name, shape (1 + draws,); `spread` is the standard deviation of its logarithm."""
-        return np.asarray(np.exp(spread * self.normal(name)))
+        """Log-normal factor of a name, shape (1 + draws,).
+
+        Args:
+            spread: standard deviation of its logarithm before calibration; a factor of a class has at least the
+                class's, and what it has beyond is its own.
+        """
+        index = class_of(name)
+        if index is None:
+            return np.asarray(np.exp(spread * self.normal(name)))
+        own = sqrt(max(0.0, spread**2 - self._variances[index]))
+        logarithm = self._shared[index]
+        return np.asarray(np.exp(logarithm + own * self.normal(name) if own else logarithm))
+
+    def nominal(self, name: str) -> float:
+        """Nominal value of a factor."""
+        index = class_of(name)
+        return 1.0 if index is None else exp(float(self.calibration.shifts[index]))
+
+    def model(self, layout: str) -> NDArray[np.float64]:
+        """Factor on a whole step, shape (1 + draws,): what a forecast errs by beyond its prices, 1 at index 0.
+
+        One part is common to all layouts (the software), the other is a layout's own.
+        """
+        known = self.calibration
+        common = known.software_spread * self.normal("model")
+        return np.asarray(np.exp(common + known.layout_spread * self.normal(f"model:{layout}")))
+
+    def _class_logarithms(self) -> NDArray[np.float64]:
+        """Shift plus error of each class, shape (4, 1 + draws); the errors have the calibration's covariance."""
+        values, vectors = np.linalg.eigh(self.calibration.covariance)
+        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        normals = np.stack([self.normal(f"class:{name}") for name in CLASSES])
+        return np.asarray(self.calibration.shifts[:, None] + root @ normals)
 
     def independent(self, name: str, spread: float, count: float) -> NDArray[np.float64]:
         """Factor of a sum of `count` like terms with independent errors: its spread falls with their square root."""

@@ -46,6 +46,25 @@ class LinkPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
 
+class CalibrationPrior(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Errors that prices of one class, or whole steps, have in common: standard deviations of the logarithm.
+
+    Attributes:
+        matmul_spread, memory_spread, link_spread, host_spread: of the factor that one scalar calibrates.
+        layout_spread: of a whole step beyond its prices, another for each layout.
+        software_spread: of all steps of one software stack, unless measured steps calibrate it away.
+        source: where the numbers come from.
+    """
+
+    matmul_spread: float
+    memory_spread: float
+    link_spread: float
+    host_spread: float
+    layout_spread: float
+    software_spread: float
+    source: str
+
+
 class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a forecast takes for granted when it has no measurement.
 
@@ -57,6 +76,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         mfu: of a run about which nothing is known.
         families: by operator family; "default" for the rest.
         links: by collective library, or by library and link level ("nccl:infiniband").
+        calibration: what prices of a class, or whole steps, err by together.
         source: one short phrase for a list of assumptions.
     """
 
@@ -70,6 +90,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mfu: float
     families: dict[str, FamilyPrior]
     links: dict[str, LinkPrior]
+    calibration: CalibrationPrior
     source: str
     sources: dict[str, str] = {}
 

@@ -1,0 +1,263 @@
+"""Calibration: measured steps into shifts of at most four shared factors, drawn towards the prior where rows are silent.
+
+A forecast's assumed prices err by class: matmuls, memory-bound operators, links and host time. The logarithm of a
+factor is shift of its class + error of its class + own error; calibration moves the shifts and shrinks the class errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import exp, hypot, isfinite, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmprof.errors import RequestError
+from llmprof.schema.operators import MATMUL_FAMILIES
+from llmprof.schema.priors import load_priors
+
+Array = NDArray[np.float64]
+
+CLASSES = ("matmul", "memory", "link", "host")
+"""What one scalar each calibrates; the order of shifts and covariance."""
+ASSUMED = ":assumed"
+"""Ending of the factors that calibration is about: what was measured on the device needs none."""
+HUBER = 1.345
+"""Residual, in units of the model error, beyond which a row counts as an outlier (95 % efficient on normal errors)."""
+MAX_ITERATIONS = 4
+_PROBE = 0.05
+"""Shift by which sensitivities are taken: wide enough to look past the kinks of hidden and exposed work."""
+_SETTLED = 0.005
+_HALVINGS = 4
+_PRIOR_ROWS = 8.0
+"""How many rows the assumed model error counts for when rows say what it is: assumed."""
+_WILD = 3.0
+"""Residual, in units of the model error, at which one row ceases to widen all intervals."""
+
+
+def class_of(name: str) -> int | None:
+    """Index in CLASSES of a shared factor such as "matmul:assumed"; None when calibration leaves it alone."""
+    if not name.endswith(ASSUMED):
+        return None
+    stem = name[: -len(ASSUMED)]
+    if stem.startswith("link:"):
+        return CLASSES.index("link")
+    if stem == "host":
+        return CLASSES.index("host")
+    return CLASSES.index("matmul" if stem in MATMUL_FAMILIES else "memory")
+
+
+def evidence_of(name: str) -> str:
+    """Under what the time of a factor counts as evidence: its kind, assumed prices also by class ("assumed:link")."""
+    index = class_of(name)
+    return name.rpartition(":")[2] if index is None else f"assumed:{CLASSES[index]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Calibration:
+    """What is known of the four classes' factors.
+
+    Attributes:
+        shifts: logarithms of the factors on time in the order of CLASSES, shape (4,).
+        covariance: of their errors, shape (4, 4).
+        layout_spread: error of a step's logarithm beyond the factors, another for each layout; it does not average out
+            over operators.
+        software_spread: the same, common to all layouts of a run; calibration takes it away.
+        rows: measured steps behind it; 0 for the prior.
+        residual: root mean square of log(measured / calibrated nominal) over the rows.
+        source: name of the file the rows come from, for the list of assumptions.
+    """
+
+    shifts: Array
+    covariance: Array
+    layout_spread: float
+    software_spread: float = 0.0
+    rows: int = 0
+    residual: float = 0.0
+    source: str = ""
+
+    @classmethod
+    def prior(cls) -> Calibration:
+        """Before any measured step: no shift, the spreads of `llmprof.schema.priors`."""
+        prior = load_priors().calibration
+        spreads = [prior.matmul_spread, prior.memory_spread, prior.link_spread, prior.host_spread]
+        return cls(
+            shifts=_frozen(np.zeros(len(CLASSES))),
+            covariance=_frozen(np.diag(np.square(spreads))),
+            layout_spread=prior.layout_spread,
+            software_spread=prior.software_spread,
+        )
+
+    @property
+    def model_spread(self) -> float:
+        """Standard deviation of the logarithm of a step beyond the shared factors."""
+        return hypot(self.layout_spread, self.software_spread)
+
+    def at(self, shifts: Array) -> Calibration:
+        """The same with other shifts, to probe a forecast."""
+        return replace(self, shifts=_frozen(shifts))
+
+    def explained(self, shares: Array) -> float:
+        """Share of the prior variance of a step's logarithm that the rows have taken away, 0..1.
+
+        Args:
+            shares: of the step's time by class, shape (4,).
+        """
+        before = float(shares @ Calibration.prior().covariance @ shares)
+        if self.rows == 0 or before <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - float(shares @ self.covariance @ shares) / before))
+
+    def sentence(self) -> str:
+        """For a list of assumptions; "" for the prior."""
+        if self.rows == 0:
+            return ""
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        source = f" of {self.source}" if self.source else ""
+        times = ", ".join(f"{name} x{exp(s):.2f}" for name, s in zip(CLASSES, self.shifts, strict=True))
+        return f"calibrated on {rows}{source}; times: {times}; steps remain {self.residual:.0%} off (rms)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """A measured step and how to forecast it.
+
+    Attributes:
+        name: of the row; rows are taken in the order of their names.
+        step_s: measured seconds.
+        nominal: nominal forecast (seconds) at given shifts, shape (4,).
+    """
+
+    name: str
+    step_s: float
+    nominal: Callable[[Array], float]
+
+
+def fit_calibration(
+    observations: Iterable[Observation], *, prior: Calibration | None = None, source: str = ""
+) -> Calibration:
+    """Most probable shifts given measured steps (Gauss-Newton), and what remains uncertain.
+
+    log(measured) = log(nominal(shifts)) + error, the error with the prior's layout spread and Huber's tails, the shifts
+    normal around the prior. A step that does not bring the posterior up is halved. One iteration takes five forecasts
+    of each row, at most four iterations are made.
+
+    Args:
+        observations: measured steps; one that cannot be forecast at the prior should be left out beforehand.
+        prior: what is believed before; None for `Calibration.prior()`.
+        source: name of the file the rows come from.
+
+    Raises:
+        RequestError: a measured step or its forecast is not a positive number.
+    """
+    known = prior or Calibration.prior()
+    rows = sorted(observations, key=lambda o: (o.name, o.step_s))
+    if not rows:
+        return known
+    fit = _Fit(rows, known)
+    shifts = known.shifts
+    residuals = fit.residuals(shifts)
+    for _ in range(MAX_ITERATIONS):
+        jacobian = fit.sensitivities(shifts, residuals)
+        aim = fit.solve(jacobian, residuals + jacobian @ (shifts - known.shifts))
+        before = shifts
+        shifts, residuals = fit.descend(shifts, residuals, aim)
+        if float(np.abs(shifts - before).max()) < _SETTLED:
+            break
+    gain = fit.gain(jacobian, fit.weights(residuals))
+    covariance = known.covariance - gain @ jacobian @ known.covariance
+    return Calibration(
+        shifts=_frozen(shifts),
+        covariance=_frozen((covariance + covariance.T) / 2),
+        rows=known.rows + len(rows),
+        residual=sqrt(float(np.mean(np.square(residuals)))),
+        layout_spread=fit.layout_spread(residuals, fitted=float(np.trace(jacobian @ gain))),
+        source=source or known.source,
+    )
+
+
+class _Fit:
+    """Posterior of the shifts around a linearization.
+
+    Legend: k rows, 4 classes; J (k, 4) sensitivities of log nominal, r (k,) residuals of the logarithm.
+    """
+
+    def __init__(self, rows: list[Observation], prior: Calibration) -> None:
+        self.rows, self.prior = rows, prior
+        self.measured = np.array([_log_seconds(o.step_s, f"measured step of {o.name}") for o in rows])
+
+    def residuals(self, shifts: Array) -> Array:
+        """log(measured / nominal) of every row, shape (k,)."""
+        logs = [_log_seconds(o.nominal(shifts), f"forecast of {o.name}") for o in self.rows]
+        return np.asarray(self.measured - np.array(logs))
+
+    def sensitivities(self, shifts: Array, residuals: Array) -> Array:
+        """d log(nominal) / d shift by forward differences, shape (k, 4)."""
+        columns = [
+            (residuals - self.residuals(shifts + _PROBE * unit)) / _PROBE for unit in np.eye(len(CLASSES))
+        ]
+        return np.stack(columns, axis=1)
+
+    def weights(self, residuals: Array) -> Array:
+        """Huber's weights, shape (k,): 1 for what the model error explains, less for a wild row."""
+        scaled = np.abs(residuals) / self.prior.layout_spread
+        return np.asarray(np.minimum(1.0, HUBER / np.maximum(scaled, HUBER)))
+
+    def gain(self, jacobian: Array, weights: Array) -> Array:
+        """Kalman's gain C J' (J C J' + R)^-1, shape (4, k); it needs no inverse of C, so a class may be certain."""
+        spread = jacobian @ self.prior.covariance
+        noise = np.diag(self.prior.layout_spread**2 / weights)
+        return np.asarray(np.linalg.solve(spread @ jacobian.T + noise, spread).T)
+
+    def solve(self, jacobian: Array, innovations: Array) -> Array:
+        """Shifts at the maximum of the linearized posterior, shape (4,), by reweighting until it settles.
+
+        Args:
+            innovations: residuals at the prior by the linearization, shape (k,).
+        """
+        moved = np.zeros(len(CLASSES))
+        for _ in range(50):
+            weights = self.weights(innovations - jacobian @ moved)
+            aim = self.gain(jacobian, weights) @ innovations
+            settled = float(np.abs(aim - moved).max()) < 1e-6
+            moved = aim
+            if settled:
+                break
+        return np.asarray(self.prior.shifts + moved)
+
+    def descend(self, shifts: Array, residuals: Array, aim: Array) -> tuple[Array, Array]:
+        """Go to the aim, or as far towards it as the cost falls; (shifts, residuals) there."""
+        cost = self.cost(shifts, residuals)
+        for _ in range(_HALVINGS):
+            found = self.residuals(aim)
+            if self.cost(aim, found) <= cost:
+                return aim, found
+            aim = (shifts + aim) / 2
+        return shifts, residuals
+
+    def cost(self, shifts: Array, residuals: Array) -> float:
+        """Minus the logarithm of the posterior, without its constant."""
+        scaled = np.abs(residuals) / self.prior.layout_spread
+        rows = np.where(scaled <= HUBER, scaled**2 / 2, HUBER * (scaled - HUBER / 2))
+        moved = shifts - self.prior.shifts
+        return float(rows.sum() + moved @ np.linalg.pinv(self.prior.covariance) @ moved / 2)
+
+    def layout_spread(self, residuals: Array, *, fitted: float) -> float:
+        """Model error by the rows, pooled with the prior's; `fitted` is how many of the rows the shifts used up."""
+        prior = self.prior.layout_spread
+        clipped = np.minimum(np.abs(residuals), _WILD * prior)
+        pooled = _PRIOR_ROWS * prior**2 + float(np.square(clipped).sum())
+        return sqrt(pooled / (_PRIOR_ROWS + len(residuals) - fitted))
+
+
+def _log_seconds(seconds: float, what: str) -> float:
+    if not (isfinite(seconds) and seconds > 0):
+        raise RequestError(f"{what} is {seconds} s: it must be a positive number")
+    return log(seconds)
+
+
+def _frozen(values: Array) -> Array:
+    copy = np.array(values, dtype=float)
+    copy.setflags(write=False)
+    return copy
