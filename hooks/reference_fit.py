@@ -59,10 +59,7 @@ class Fit:
         elif coefficient < 1:
             text = f"{text}/{coefficient.denominator}"
         self._held[text] = int(scaled[-1])
-        key = tuple(int(v) for v in scaled[:-1])
-        known = self._found.setdefault(key, [])
-        if not known or _cost(known[0]) == _cost(text):
-            known.append(text)
+        self._found.setdefault(tuple(int(v) for v in scaled[:-1]), []).append(text)
 
     def dim(self, values: Sequence[int], where: str) -> str:
         """The product (or constant) with these values at the points.
@@ -73,6 +70,8 @@ class Fit:
         if len(set(values)) == 1:
             return str(values[0])
         found = self._found.get(tuple(values[:-1]), [])
+        shortest = min(map(_length, found), default=0)
+        found = [text for text in found if _length(text) == shortest]
         if len(found) != 1:
             raise FitError(f"{where}: {list(values)} is {found or 'no product of sizes'}")
         if self._held[found[0]] != values[-1]:
@@ -80,8 +79,9 @@ class Fit:
         return found[0]
 
 
-def _cost(text: str) -> tuple[int, bool]:
-    return text.count("*") + text.count("/"), text[0].isdigit() or "/" in text
+def _length(text: str) -> int:
+    """Factors of a product: `s` is shorter than `s_tp*tp`, which is the same."""
+    return text.count("*") + text.count("/")
 
 
 class ReferenceTable:
