@@ -16,7 +16,7 @@ from llmprof.hooks import captured
 from llmprof.hooks.rootinputs import RootInputs
 from llmprof.hooks.steplog import settle_kinds
 from llmprof.hooks.window import RecordedWindow
-from llmprof.schema.catalogue import find_device
+from llmprof.schema.devices import known_device
 from llmprof.schema.layout import Layout
 from llmprof.schema.local import fastest_matmul_flops_per_s
 from llmprof.schema.profile import HostRow, Manifest, MemoryRow, Profile, RankClass, StepRow
@@ -50,7 +50,7 @@ def make_profile(capture: Capture, *, status: str) -> Profile:
     steps = settle_kinds(_with_recorded_durations(capture.rows, capture.windows.recorded))
     base = make_manifest(state, status=status)
     recording = window.recording if window is not None else None
-    device = find_device(source.device_name)
+    device = known_device(source.device_name)
     flops = captured.model_flops_per_step(recording.operators) if recording is not None else None
     peak = _peak_flops(device, recording, state)
     manifest = msgspec.structs.replace(

@@ -24,12 +24,12 @@ _LARGEST_SHARE = 0.5
 """Bandwidth is read off operators that move at least this share of what the largest one moves."""
 
 
-def local_cluster(profile: Profile, *, catalogue: Sequence[Cluster] = ()) -> Cluster:
+def local_cluster(profile: Profile, *, known: Cluster | None = None) -> Cluster:
     """The cluster of a measured run.
 
     Args:
         profile: a measured profile.
-        catalogue: known machines: a GPU found there keeps its specification.
+        known: the catalogue's machine with this GPU, which keeps its specification; None when there is none.
 
     Raises:
         ClusterError: the profile says nothing about the machine.
@@ -42,13 +42,10 @@ def local_cluster(profile: Profile, *, catalogue: Sequence[Cluster] = ()) -> Clu
     source = profile.sources[0]
     if source.device == "cpu":
         return _cpu_cluster(profile, source)
-    for cluster in catalogue:
-        if source.device_name.lower() in (a.lower() for a in (cluster.device.name, *cluster.device.aliases)):
-            return msgspec.structs.replace(
-                cluster,
-                name="local",
-                devices_per_node=min(cluster.devices_per_node, max(1, source.device_count)),
-            )
+    if known is not None:
+        return msgspec.structs.replace(
+            known, name="local", devices_per_node=min(known.devices_per_node, max(1, source.device_count))
+        )
     return _unlisted_gpu_cluster(profile, source)
 
 
