@@ -7,8 +7,9 @@ factor is shift of its class + error of its class + own error; calibration moves
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from math import exp, hypot, isfinite, log, sqrt
+from dataclasses import dataclass
+from math import exp, hypot, sqrt
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,12 @@ ASSUMED = ":assumed"
 """Ending of the factors that calibration is about: what was measured on the device needs none."""
 HUBER = 1.345
 """Residual, in units of the model error, beyond which a row counts as an outlier (95 % efficient on normal errors)."""
-MAX_ITERATIONS = 4
+MAX_MOVES = 4
 _PROBE = 0.05
 """Shift by which sensitivities are taken: wide enough to look past the kinks of hidden and exposed work."""
-_SETTLED = 0.005
+_SETTLED = 0.01
 _HALVINGS = 4
+_REWEIGHTINGS = 50
 _PRIOR_ROWS = 8.0
 """How many rows the assumed model error counts for when rows say what it is: assumed."""
 _WILD = 3.0
@@ -94,10 +96,6 @@ class Calibration:
         """Standard deviation of the logarithm of a step beyond the shared factors."""
         return hypot(self.layout_spread, self.software_spread)
 
-    def at(self, shifts: Array) -> Calibration:
-        """The same with other shifts, to probe a forecast."""
-        return replace(self, shifts=_frozen(shifts))
-
     def explained(self, shares: Array) -> float:
         """Share of the prior variance of a step's logarithm that the rows have taken away, 0..1.
 
@@ -126,12 +124,12 @@ class Observation:
     Attributes:
         name: of the row; rows are taken in the order of their names.
         step_s: measured seconds.
-        nominal: nominal forecast (seconds) at given shifts, shape (4,).
+        nominal_s: nominal forecasts, shape (n,) seconds, at n sets of shifts, shape (n, 4); see `Forecaster.probe`.
     """
 
     name: str
     step_s: float
-    nominal: Callable[[Array], float]
+    nominal_s: Callable[[Array], Array]
 
 
 def fit_calibration(
@@ -140,8 +138,8 @@ def fit_calibration(
     """Most probable shifts given measured steps (Gauss-Newton), and what remains uncertain.
 
     log(measured) = log(nominal(shifts)) + error, the error with the prior's layout spread and Huber's tails, the shifts
-    normal around the prior. A step that does not bring the posterior up is halved. One iteration takes five forecasts
-    of each row, at most four iterations are made.
+    normal around the prior. A move that makes the posterior less likely is halved. Each move asks every row once, for
+    the nominal step and its four sensitivities together; two or three moves are enough.
 
     Args:
         observations: measured steps; one that cannot be forecast at the prior should be left out beforehand.
@@ -156,48 +154,47 @@ def fit_calibration(
     if not rows:
         return known
     fit = _Fit(rows, known)
-    shifts = known.shifts
-    residuals = fit.residuals(shifts)
-    for _ in range(MAX_ITERATIONS):
-        jacobian = fit.sensitivities(shifts, residuals)
-        aim = fit.solve(jacobian, residuals + jacobian @ (shifts - known.shifts))
-        before = shifts
-        shifts, residuals = fit.descend(shifts, residuals, aim)
-        if float(np.abs(shifts - before).max()) < _SETTLED:
+    now = fit.look(known.shifts)
+    for _ in range(MAX_MOVES):
+        before, now = now, fit.descend(now, fit.solve(now))
+        if float(np.abs(now.shifts - before.shifts).max()) < _SETTLED:
             break
-    gain = fit.gain(jacobian, fit.weights(residuals))
-    covariance = known.covariance - gain @ jacobian @ known.covariance
+    gain = fit.gain(now.jacobian, fit.weights(now.residuals))
+    covariance = known.covariance - gain @ now.jacobian @ known.covariance
     return Calibration(
-        shifts=_frozen(shifts),
+        shifts=_frozen(now.shifts),
         covariance=_frozen((covariance + covariance.T) / 2),
         rows=known.rows + len(rows),
-        residual=sqrt(float(np.mean(np.square(residuals)))),
-        layout_spread=fit.layout_spread(residuals, fitted=float(np.trace(jacobian @ gain))),
+        residual=sqrt(float(np.mean(np.square(now.residuals)))),
+        layout_spread=fit.layout_spread(now.residuals, fitted=float(np.trace(now.jacobian @ gain))),
         source=source or known.source,
     )
+
+
+class _Look(NamedTuple):
+    """The rows at some shifts: log(measured / nominal), shape (k,), and d log(nominal) / d shift, shape (k, 4)."""
+
+    shifts: Array
+    residuals: Array
+    jacobian: Array
 
 
 class _Fit:
     """Posterior of the shifts around a linearization.
 
-    Legend: k rows, 4 classes; J (k, 4) sensitivities of log nominal, r (k,) residuals of the logarithm.
+    Legend: k rows, 4 classes; J (k, 4) sensitivities of log nominal, C (4, 4) the prior's covariance, R (k, k) noise.
     """
 
     def __init__(self, rows: list[Observation], prior: Calibration) -> None:
         self.rows, self.prior = rows, prior
-        self.measured = np.array([_log_seconds(o.step_s, f"measured step of {o.name}") for o in rows])
+        steps = [_log_seconds(np.array([o.step_s]), f"measured step of {o.name}") for o in rows]
+        self.measured = np.concatenate(steps)
 
-    def residuals(self, shifts: Array) -> Array:
-        """log(measured / nominal) of every row, shape (k,)."""
-        logs = [_log_seconds(o.nominal(shifts), f"forecast of {o.name}") for o in self.rows]
-        return np.asarray(self.measured - np.array(logs))
-
-    def sensitivities(self, shifts: Array, residuals: Array) -> Array:
-        """d log(nominal) / d shift by forward differences, shape (k, 4)."""
-        columns = [
-            (residuals - self.residuals(shifts + _PROBE * unit)) / _PROBE for unit in np.eye(len(CLASSES))
-        ]
-        return np.stack(columns, axis=1)
+    def look(self, shifts: Array) -> _Look:
+        """Forecast all rows at some shifts and beside them (forward differences)."""
+        probes = shifts + np.concatenate([np.zeros((1, len(CLASSES))), _PROBE * np.eye(len(CLASSES))])
+        logs = np.stack([_log_seconds(o.nominal_s(probes), f"forecast of {o.name}") for o in self.rows])
+        return _Look(shifts, self.measured - logs[:, 0], (logs[:, 1:] - logs[:, :1]) / _PROBE)
 
     def weights(self, residuals: Array) -> Array:
         """Huber's weights, shape (k,): 1 for what the model error explains, less for a wild row."""
@@ -210,37 +207,33 @@ class _Fit:
         noise = np.diag(self.prior.layout_spread**2 / weights)
         return np.asarray(np.linalg.solve(spread @ jacobian.T + noise, spread).T)
 
-    def solve(self, jacobian: Array, innovations: Array) -> Array:
-        """Shifts at the maximum of the linearized posterior, shape (4,), by reweighting until it settles.
-
-        Args:
-            innovations: residuals at the prior by the linearization, shape (k,).
-        """
+    def solve(self, now: _Look) -> Array:
+        """Shifts at the maximum of the linearized posterior, shape (4,), by reweighting until it settles."""
+        innovations = now.residuals + now.jacobian @ (now.shifts - self.prior.shifts)
         moved = np.zeros(len(CLASSES))
-        for _ in range(50):
-            weights = self.weights(innovations - jacobian @ moved)
-            aim = self.gain(jacobian, weights) @ innovations
+        for _ in range(_REWEIGHTINGS):
+            weights = self.weights(innovations - now.jacobian @ moved)
+            aim = self.gain(now.jacobian, weights) @ innovations
             settled = float(np.abs(aim - moved).max()) < 1e-6
             moved = aim
             if settled:
                 break
         return np.asarray(self.prior.shifts + moved)
 
-    def descend(self, shifts: Array, residuals: Array, aim: Array) -> tuple[Array, Array]:
-        """Go to the aim, or as far towards it as the cost falls; (shifts, residuals) there."""
-        cost = self.cost(shifts, residuals)
+    def descend(self, now: _Look, aim: Array) -> _Look:
+        """Go to the aim, or as far towards it as the cost falls."""
         for _ in range(_HALVINGS):
-            found = self.residuals(aim)
-            if self.cost(aim, found) <= cost:
-                return aim, found
-            aim = (shifts + aim) / 2
-        return shifts, residuals
+            found = self.look(aim)
+            if self.cost(found) <= self.cost(now):
+                return found
+            aim = (now.shifts + aim) / 2
+        return now
 
-    def cost(self, shifts: Array, residuals: Array) -> float:
+    def cost(self, at: _Look) -> float:
         """Minus the logarithm of the posterior, without its constant."""
-        scaled = np.abs(residuals) / self.prior.layout_spread
+        scaled = np.abs(at.residuals) / self.prior.layout_spread
         rows = np.where(scaled <= HUBER, scaled**2 / 2, HUBER * (scaled - HUBER / 2))
-        moved = shifts - self.prior.shifts
+        moved = at.shifts - self.prior.shifts
         return float(rows.sum() + moved @ np.linalg.pinv(self.prior.covariance) @ moved / 2)
 
     def layout_spread(self, residuals: Array, *, fitted: float) -> float:
@@ -251,10 +244,10 @@ class _Fit:
         return sqrt(pooled / (_PRIOR_ROWS + len(residuals) - fitted))
 
 
-def _log_seconds(seconds: float, what: str) -> float:
-    if not (isfinite(seconds) and seconds > 0):
-        raise RequestError(f"{what} is {seconds} s: it must be a positive number")
-    return log(seconds)
+def _log_seconds(seconds: Array, what: str) -> Array:
+    if not bool(np.all(np.isfinite(seconds) & (seconds > 0))):
+        raise RequestError(f"{what} is {seconds[0]} s: it must be a positive number")
+    return np.asarray(np.log(seconds))
 
 
 def _frozen(values: Array) -> Array:

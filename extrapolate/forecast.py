@@ -31,7 +31,7 @@ from llmprof.extrapolate.schedule import (
 )
 from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Pipeline, Span, StageClock, add_into
 from llmprof.extrapolate.stage import Stage
-from llmprof.extrapolate.uncertainty import Factors
+from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
@@ -138,13 +138,28 @@ class Forecaster:
         self._pricer = LayerPricer()
         self._schedules: dict[tuple[str, int, int], Programs] = {}
 
-    def recalibrated(self, calibration: Calibration, *, draws: int | None = None) -> Forecaster:
+    def recalibrated(self, calibration: Calibration) -> Forecaster:
         """The same forecaster with another calibration; plans and nominal prices are shared."""
         other = copy(self)
-        draws = self._factors.draws if draws is None else draws
-        other._factors = Factors(draws=draws, seed=self._seed, calibration=calibration)
+        other._factors = Factors(draws=self._factors.draws, seed=self._seed, calibration=calibration)
         other._pricer = LayerPricer()
         return other
+
+    def probe(
+        self, shifts: Array, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
+    ) -> Array:
+        """Nominal steps at several sets of calibration shifts in one simulation, for `fit_calibration`.
+
+        Args:
+            shifts: logarithms in the order of CLASSES, shape (n, 4).
+            layout, global_batch, seq: as for `simulate`, whose errors it raises.
+
+        Returns:
+            Seconds, shape (n,).
+        """
+        other = copy(self)
+        other._factors, other._pricer = Probes(shifts), LayerPricer()
+        return other.simulate(layout, global_batch=global_batch, seq=seq).step_s
 
     def simulate(
         self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
@@ -165,7 +180,7 @@ class Forecaster:
         stages = _run_stages(plan, machine, segments, programs=programs, cluster=self.cluster)
         end: Array = np.maximum.reduce([s.end_s for s in stages])
         slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
-        extra, extra_parts = self._beyond_stages(plan, float(end[0]))
+        extra, extra_parts = self._beyond_stages(plan, end)
         parts = {**stages[slowest].parts, **extra_parts}
         add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
         return Simulation(
@@ -219,14 +234,14 @@ class Forecaster:
             serial_fsdp=self.cluster.backend == "gloo",
         )
 
-    def _beyond_stages(self, plan: Plan, nominal_s: float) -> tuple[Array, Parts]:
+    def _beyond_stages(self, plan: Plan, end_s: Array) -> tuple[Array, Parts]:
         """Time beyond the stages: waiting for input, and for the slowest of all ranks."""
         wait = _input_s(self.profile, plan) if self._same else 0.0
         jitter = _jitter(self.profile) if self._same else ASSUMED_JITTER
-        late = nominal_s * jitter * expected_maximum(plan.layout.gpus)
+        late = end_s * jitter * expected_maximum(plan.layout.gpus)
         waited = wait * self._factors.factor("input", INPUT_SPREAD)
         extra: Array = waited + late * self._factors.factor("straggler", JITTER_SPREAD)
-        return extra, {"input": wait, "straggler": late}
+        return extra, {"input": wait, "straggler": float(late[0])}
 
     def _memory(self, plan: Plan, programs: Programs) -> MemoryForecast:
         framework = measured_framework(self.profile) if self._same else None

@@ -6,6 +6,7 @@ memory category move together, so each is one log-normal factor that multiplies 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, sqrt
 from typing import NamedTuple
 from zlib import crc32
@@ -97,6 +98,24 @@ class Factors:
     def independent(self, name: str, spread: float, count: float) -> NDArray[np.float64]:
         """Factor of a sum of `count` like terms with independent errors: its spread falls with their square root."""
         return self.factor(f"independent:{name}", spread / sqrt(max(count, 1.0)))
+
+
+class Probes(Factors):
+    """Factors without errors at several sets of shifts, to take the sensitivities of a step in one simulation.
+
+    Args:
+        shifts: logarithms by class, shape (n, 4); the first set is nominal.
+    """
+
+    def __init__(self, shifts: NDArray[np.float64]) -> None:
+        super().__init__(
+            draws=len(shifts) - 1, calibration=replace(Calibration.prior(), shifts=shifts[0].copy())
+        )
+        self._shared = shifts.T
+
+    def normal(self, name: str) -> NDArray[np.float64]:
+        """No error, shape (n,)."""
+        return np.zeros(1 + self.draws)
 
 
 def interval(values: NDArray[np.float64]) -> Interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import exp, log, sqrt
 
 import numpy as np
@@ -37,12 +38,11 @@ def step(
 ) -> Observation:
     """A row whose nominal step is the sum of `mix` (seconds by class); measured at TRUTH unless given."""
 
-    def nominal(shifts: Array) -> float:
-        return float(np.array(mix) @ np.exp(shifts))
+    def nominal_s(shifts: Array) -> Array:
+        return np.asarray(np.exp(shifts) @ np.array(mix))
 
-    return Observation(
-        name=name, step_s=nominal(TRUTH) * exp(error) if measured is None else measured, nominal=nominal
-    )
+    true = float(nominal_s(TRUTH[None])[0]) * exp(error)
+    return Observation(name=name, step_s=true if measured is None else measured, nominal_s=nominal_s)
 
 
 def rows(count: int, *, seed: int = 0, noise: float = 0.0) -> list[Observation]:
@@ -162,12 +162,12 @@ def test_rows_that_disagree_widen_the_model_error() -> None:
 
 def test_a_kink_between_hidden_and_exposed_work_is_survived() -> None:
     # links beside matmuls: the step is the longer of both, so a link's sensitivity is 0 or 1
-    def nominal(shifts: Array) -> float:
-        return max(1.0 * exp(shifts[0]), 1.05 * exp(shifts[2])) + 0.2
+    def nominal_s(shifts: Array) -> Array:
+        return np.asarray(np.maximum(np.exp(shifts[:, 0]), 1.05 * np.exp(shifts[:, 2])) + 0.2)
 
-    measured = [Observation(name=str(i), step_s=nominal(TRUTH), nominal=nominal) for i in range(8)]
-    found = fit_calibration(measured)
-    assert log(nominal(found.shifts) / nominal(TRUTH)) == pytest.approx(0.0, abs=0.03)
+    true = float(nominal_s(TRUTH[None])[0])
+    found = fit_calibration(Observation(name=str(i), step_s=true, nominal_s=nominal_s) for i in range(8))
+    assert log(float(nominal_s(found.shifts[None])[0]) / true) == pytest.approx(0.0, abs=0.03)
 
 
 @pytest.mark.parametrize("measured", [0.0, -1.0, float("nan"), float("inf")])
@@ -318,16 +318,24 @@ def test_a_shift_of_links_moves_communication_alone() -> None:
 
 def observations(cluster: Cluster, truth: Array) -> list[Observation]:
     """Steps of four layouts in a world with these shifts, measured without error."""
-    forecaster = Forecaster(profile(), cluster, draws=0)
+    forecaster = Forecaster(profile(), cluster)
     found = []
     for text in ("dp=1,mb=2", "dp=2,accum=4", "tp=2,mb=2", "dp=2,zero=3,accum=2"):
-
-        def nominal(shifts: Array, text: str = text) -> float:
-            shifted_one = forecaster.recalibrated(PRIOR.at(shifts))
-            return float(shifted_one.simulate(Layout.parse(text)).step_s[0])
-
-        found.append(Observation(name=text, step_s=nominal(truth), nominal=nominal))
+        nominal_s = partial(forecaster.probe, layout=Layout.parse(text))
+        found.append(Observation(name=text, step_s=float(nominal_s(truth[None])[0]), nominal_s=nominal_s))
     return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cluster", [gpu_cluster(), cpu_cluster()], ids=["gpu", "cpu"])
+def test_probes_are_the_nominal_steps_of_their_shifts(layout: str, cluster: Cluster) -> None:
+    forecaster, at = Forecaster(profile(), cluster), Layout.parse(layout)
+    shifts = np.stack([np.zeros(4), TRUTH, np.array([0.0, 0.0, 0.5, 0.0])])
+    alone = [forecaster.recalibrated(replace(PRIOR, shifts=row)).simulate(at).step_s[0] for row in shifts]
+    together = forecaster.probe(shifts, at)
+    assert together[0] == pytest.approx(alone[0], rel=1e-12)
+    # what is hidden, and lost to interference, is that of the first set
+    assert np.allclose(together, alone, rtol=0.01)
 
 
 @pytest.mark.parametrize("cluster", [gpu_cluster(), cpu_cluster()], ids=["gpu", "cpu"])
@@ -336,9 +344,9 @@ def test_forecasts_of_a_shifted_world_come_closer_and_narrow(cluster: Cluster) -
     seen = observations(cluster, truth)
     known = fit_calibration(seen, source="runs.csv")
     layout = Layout.parse("dp=2,zero=3,tp=2,accum=2")
-    world = Forecaster(profile(), cluster, draws=0).recalibrated(PRIOR.at(truth)).simulate(layout)
+    world_s = float(Forecaster(profile(), cluster).probe(truth[None], layout)[0])
     cold, warm = (Forecaster(profile(), cluster, calibration=c).simulate(layout) for c in (None, known))
-    errors = [abs(log(float(s.step_s[0] / world.step_s[0]))) for s in (cold, warm)]
+    errors = [abs(log(float(s.step_s[0]) / world_s)) for s in (cold, warm)]
     assert errors[1] < 0.5 * errors[0]
     widths = [log(interval(s.step_s).p90 / interval(s.step_s).p10) for s in (cold, warm)]
     assert widths[1] < widths[0]
