@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from math import prod
@@ -20,7 +21,7 @@ from llmprof.hooks.layers import FitError
 from llmprof.hooks.reference_fit import Fit
 from llmprof.hooks.reference_trace import TracedLayer, TracePoint, trace_reference
 from llmprof.schema.layout import Layout
-from llmprof.schema.model import ModelShape
+from llmprof.schema.model import NORMS, POSITIONS, ModelShape
 from llmprof.schema.operators import MATMUL_FAMILIES, Tensor, family, flops, size_bytes
 from llmprof.schema.reference import reference_workload, tensor_parallel_problem
 from llmprof.schema.workload import ClassTrace, OpSpec, TensorSpec, Workload
@@ -279,6 +280,19 @@ def test_leading_dense_blocks() -> None:
     assert [layer.module for layer in work.layers] == ["", "layers.0", "layers.2", "", ""]
     modules = {op.module for op in whole(work).layers["block1"].ops}
     assert {"feed_forward.router", "feed_forward.experts", "feed_forward.shared.gate"} <= modules
+
+
+def test_every_kind_of_decoder_is_in_the_data() -> None:
+    kinds: list[dict[str, Any]] = [{}, {"experts": 8, "topk": 2}, {"experts": 8, "topk": 2, "shared_ffn": 64}]
+    switches = itertools.product(NORMS, POSITIONS, (False, True), (False, True), (False, True), kinds)
+    for norm, positions, gated, bias, tied, kind in switches:
+        shape = msgspec.structs.replace(
+            SMALL, norm=norm, positions=positions, gated=gated, bias=bias, tied=tied, **kind
+        )
+        work = reference_workload(shape, degrees=[(2, False), (2, True)])
+        assert len(work.classes) == 3
+        own = [(layer.name, p) for layer in work.layers for p in layer.parameters if not p.tied_to]
+        assert sum(layer_counts(work)[name] * prod(p.shape) for name, p in own) == shape.parameters
 
 
 def test_dimensions_that_are_no_product_are_refused() -> None:
