@@ -125,11 +125,13 @@ class Observation:
         name: of the row; rows are taken in the order of their names.
         step_s: measured seconds.
         nominal_s: nominal forecasts, shape (n,) seconds, at n sets of shifts, shape (n, 4); see `Forecaster.probe`.
+        spread: standard deviation of log(nominal) by what is not known of the row, beside the model error.
     """
 
     name: str
     step_s: float
     nominal_s: Callable[[Array], Array]
+    spread: float = 0.0
 
 
 def fit_calibration(
@@ -137,8 +139,8 @@ def fit_calibration(
 ) -> Calibration:
     """Most probable shifts given measured steps (Gauss-Newton), and what remains uncertain.
 
-    log(measured) = log(nominal(shifts)) + error, the error with the prior's layout spread and Huber's tails, the shifts
-    normal around the prior. A move that makes the posterior less likely is halved. Each move asks every row once, for
+    log(measured) = log(nominal(shifts)) + error, the error with the prior's layout spread, the row's own and Huber's
+    tails, the shifts normal around the prior. A move that makes the posterior less likely is halved. Each move asks every row once, for
     the nominal step and its four sensitivities together; two or three moves are enough.
 
     Args:
@@ -189,6 +191,7 @@ class _Fit:
         self.rows, self.prior = rows, prior
         steps = [_log_seconds(np.array([o.step_s]), f"measured step of {o.name}") for o in rows]
         self.measured = np.concatenate(steps)
+        self.noise = np.array([hypot(prior.layout_spread, o.spread) for o in rows])
 
     def look(self, shifts: Array) -> _Look:
         """Forecast all rows at some shifts and beside them (forward differences)."""
@@ -198,13 +201,13 @@ class _Fit:
 
     def weights(self, residuals: Array) -> Array:
         """Huber's weights, shape (k,): 1 for what the model error explains, less for a wild row."""
-        scaled = np.abs(residuals) / self.prior.layout_spread
+        scaled = np.abs(residuals) / self.noise
         return np.asarray(np.minimum(1.0, HUBER / np.maximum(scaled, HUBER)))
 
     def gain(self, jacobian: Array, weights: Array) -> Array:
         """Kalman's gain C J' (J C J' + R)^-1, shape (4, k); it needs no inverse of C, so a class may be certain."""
         spread = jacobian @ self.prior.covariance
-        noise = np.diag(self.prior.layout_spread**2 / weights)
+        noise = np.diag(self.noise**2 / weights)
         return np.asarray(np.linalg.solve(spread @ jacobian.T + noise, spread).T)
 
     def solve(self, now: _Look) -> Array:
@@ -231,7 +234,7 @@ class _Fit:
 
     def cost(self, at: _Look) -> float:
         """Minus the logarithm of the posterior, without its constant."""
-        scaled = np.abs(at.residuals) / self.prior.layout_spread
+        scaled = np.abs(at.residuals) / self.noise
         rows = np.where(scaled <= HUBER, scaled**2 / 2, HUBER * (scaled - HUBER / 2))
         moved = at.shifts - self.prior.shifts
         return float(rows.sum() + moved @ np.linalg.pinv(self.prior.covariance) @ moved / 2)
@@ -239,7 +242,8 @@ class _Fit:
     def layout_spread(self, residuals: Array, *, fitted: float) -> float:
         """Model error by the rows, pooled with the prior's; `fitted` is how many of the rows the shifts used up."""
         prior = self.prior.layout_spread
-        clipped = np.minimum(np.abs(residuals), _WILD * prior)
+        own = np.abs(residuals) * prior / self.noise
+        clipped = np.minimum(own, _WILD * prior)
         pooled = _PRIOR_ROWS * prior**2 + float(np.square(clipped).sum())
         return sqrt(pooled / (_PRIOR_ROWS + len(residuals) - fitted))
 

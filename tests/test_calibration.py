@@ -111,6 +111,12 @@ def test_one_dimension_shrinks_as_by_hand() -> None:
     assert np.allclose(found.covariance[1:, 1:], PRIOR.covariance[1:, 1:])
 
 
+def test_an_uncertain_row_counts_less() -> None:
+    sure = step("one", (1.0, 0.0, 0.0, 0.0), 1.2)
+    vague = replace(sure, spread=0.3)
+    assert 0 < fit_calibration([vague]).shifts[0] < 0.5 * fit_calibration([sure]).shifts[0]
+
+
 def test_one_row_moves_most_what_dominates_it() -> None:
     found = fit_calibration([step("one", (0.9, 0.05, 0.05, 0.0), 1.15)])
     assert found.shifts[0] > 5 * max(abs(found.shifts[1]), abs(found.shifts[2]))
