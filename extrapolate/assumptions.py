@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmprof.extrapolate.layers import groups_optimizer
+from llmprof.extrapolate.layers import TORCH_OPTIMIZERS, groups_optimizer
 from llmprof.extrapolate.machine import INTERFERENCE, Machine
 from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.precision import precision_assumption
@@ -30,7 +30,7 @@ def list_assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[
         lines.append(
             f"operator times scaled by {prices.scale:.2f}: so much the measured steps differ from the profiled window"
         )
-    if layout.tp > 1 or layout.zero == 3:
+    if _has_dtensors(plan):
         lines.append(
             f"operators on distributed tensors cost {prices.wrapper_s * 1e6:.0f} us of host time more"
         )
@@ -45,6 +45,12 @@ def list_assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[
     elif plan.workload.implementation == "eager":
         lines.append("eager operators as captured: no compiler, no fused kernels beyond the captured ones")
     return tuple(line for line in lines if line)
+
+
+def _has_dtensors(plan: Plan) -> bool:
+    implementation = plan.workload.implementation
+    in_layers = plan.layout.tp > 1 and implementation == "eager"
+    return in_layers or (plan.layout.zero == 3 and implementation in TORCH_OPTIMIZERS)
 
 
 def _data_parallel_lines(plan: Plan, machine: Machine) -> list[str]:

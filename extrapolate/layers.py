@@ -72,6 +72,8 @@ def _backward(layer: LayerWork, machine: Machine) -> Segment:
     return machine.segment(costs | {"tp": prices.communication(layer.backward)})
 
 
+TORCH_OPTIMIZERS = ("eager", "compile")
+"""Implementations whose optimizer sees sharded parameters as distributed tensors; the others keep flat buffers."""
 BACKWARD_PHASES = ("backward_input", "backward_weight")
 
 
@@ -100,7 +102,7 @@ def groups_optimizer(plan: Plan, machine: Machine) -> bool:
 def _optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     shard = plan.layout.dp_shard
     ops = optimizer_ops(stage_optimizer(layer, plan), shard=shard, grouped=groups_optimizer(plan, machine))
-    if plan.layout.zero == 3:
+    if plan.layout.zero == 3 and plan.workload.implementation in TORCH_OPTIMIZERS:
         ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
     cost = machine.prices.compute(ops)
     if plan.precision.mixed and plan.layout.zero < 3:

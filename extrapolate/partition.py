@@ -170,7 +170,13 @@ def evaluate_layers(
 ) -> dict[str, LayerWork]:
     """Every layer in concrete shapes; depends on the layout's tp, sp and mb alone."""
     trace = choose_class(workload, layout, seq)
-    evaluate = _Evaluate(batch=layout.mb, seq=seq, precision=precision, sp=layout.sp)
+    evaluate = _Evaluate(
+        batch=layout.mb,
+        seq=seq,
+        precision=precision,
+        sp=layout.sp,
+        dispatched=workload.implementation == "eager",
+    )
     return {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
 
 
@@ -185,18 +191,24 @@ def _layer_trace(trace: ClassTrace, spec: LayerSpec) -> LayerTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Evaluate:
-    """Turns symbolic specs into concrete ones at one (batch, seq, precision)."""
+    """Turns symbolic specs into concrete ones at one (batch, seq, precision).
+
+    Attributes:
+        dispatched: operators on distributed tensors go through DTensor; a compiler and Megatron's own modules
+            call the local operators.
+    """
 
     batch: int
     seq: int
     precision: PrecisionRule
     sp: bool = False
+    dispatched: bool = True
 
     def layer(self, spec: LayerSpec, trace: LayerTrace) -> LayerWork:
         locals_ = trace.parameters or tuple(p.shape for p in spec.parameters)
         distributed = _Distributed.of(spec, locals_, sp=self.sp)
         ops = [
-            self.op(o, loss=spec.kind == "loss", wrapped=distributed.wraps(o))
+            self.op(o, loss=spec.kind == "loss", wrapped=self.dispatched and distributed.wraps(o))
             for o in trace.ops
             if not _is_bookkeeping(o)
         ]
