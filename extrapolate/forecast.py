@@ -157,9 +157,13 @@ class Forecaster:
         Returns:
             Seconds, shape (n,).
         """
+        return self.probing(shifts).simulate(layout, global_batch=global_batch, seq=seq).step_s
+
+    def probing(self, shifts: Array) -> Forecaster:
+        """The same forecaster, with nominal steps at several sets of calibration shifts, shape (n, 4), for draws."""
         other = copy(self)
         other._factors, other._pricer = Probes(shifts), LayerPricer()
-        return other.simulate(layout, global_batch=global_batch, seq=seq).step_s
+        return other
 
     def simulate(
         self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
