@@ -5,7 +5,8 @@ LlmprofError
 │   ├── LayoutError       a layout that does not parse or does not multiply out
 │   ├── ClusterError      an unknown or inconsistent cluster
 │   ├── RunError          a run directory that is missing, torn, empty or foreign
-│   └── WorkloadError     a workload that cannot answer what was asked
+│   ├── WorkloadError     a workload that cannot answer what was asked
+│   └── TableError        a table of measurements that cannot be read, or is of no kind that is scored
 └── NoAnswerError       the request is fine, but nothing fits               exit code 3
 """
 
@@ -61,6 +62,12 @@ class WorkloadError(RequestError):
     """A workload is missing or was not traced for what is asked."""
 
     kind = "workload"
+
+
+class TableError(RequestError):
+    """A table of measurements cannot be read, or is of no kind that is scored."""
+
+    kind = "table"
 
 
 class NoAnswerError(LlmprofError):

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "errors": {"errors"},
     "schema": GROUND,
     **{arm: GROUND | {arm} for arm in ARMS},
-    **{room: GROUND | ARMS | ROOF for room in ROOF},
+    "judge": GROUND | {"extrapolate", "report", "judge"},
+    **{room: GROUND | ARMS | ROOF | {"judge"} for room in ROOF},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -1,0 +1,1 @@
+"""The judge: tables of published measurements scored against what our own forecasts say."""

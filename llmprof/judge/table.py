@@ -1,0 +1,130 @@
+"""A CSV file of measurements becomes rows of text cells and the kind of table that it is, told by its columns."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmprof.errors import TableError
+
+KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "runs": (
+        ("row_id",), ("gpu",), ("n_gpus",), ("layers",), ("hidden",), ("heads",), ("seq_len",), ("global_batch",),
+        ("step_time_s", "tokens_per_s_per_gpu"),
+    ),
+    "operators": (("row_id",), ("gpu",), ("op",), ("phase",), ("dtype",), ("time_us",)),
+    "collectives": (("row_id",), ("gpu",), ("op",), ("n_gpus",), ("size_bytes",), ("time_us",)),
+}  # fmt: skip
+"""Columns that a kind needs; of a group with several, one."""
+_KNOWN_TEXT = """row_id source source_ref provenance model layers hidden ffn_hidden gated_mlp heads kv_heads vocab seq_len params_B
+active_params_B n_experts topk gpu gpus_per_node intra_link intra_GBps_per_gpu inter_link inter_GBps_per_gpu n_gpus
+dp tp pp vpp cp ep sequence_parallel zero_stage dp_mode micro_batch global_batch grad_accum recompute
+flash_attention precision schedule framework framework_version software_variant compile step_time_s
+tokens_per_s_per_gpu tflops_per_gpu mfu hfu mfu_formula peak_tflops_ref peak_mem_GB mem_unit mem_kind mem_rank oom
+error derived inferred qc notes op phase dtype batch m n k layout tokens head_dim seq_q seq_kv causal experts shape
+kernel time_us stat tflops n_nodes link size_bytes algbw_GBps busbw_GBps in_place algo lib_version"""
+KNOWN = frozenset(_KNOWN_TEXT.split())
+"""Columns that mean something to the judge or to a person; others are counted and ignored."""
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Measurements of one file.
+
+    Attributes:
+        name: the file's name without its ending.
+        kind: "runs", "operators" or "collectives".
+        columns: in the file's order.
+        rows: cells as text by column, "" where empty.
+        ignored_columns: those that are not known here.
+    """
+
+    name: str
+    kind: str
+    columns: tuple[str, ...]
+    rows: list[dict[str, str]] = field(repr=False)
+    ignored_columns: tuple[str, ...] = ()
+
+
+def read_table(path: str | Path) -> Table:
+    """Read a table of measurements (.csv, .csv.gz).
+
+    Raises:
+        TableError: no such file, no table, or of no kind that is scored.
+    """
+    import pandas as pd
+
+    file = Path(path)
+    columns = _header(file)
+    kind = table_kind(columns, where=str(file))
+    try:
+        frame = pd.read_csv(file, dtype=str, keep_default_na=False, na_filter=False, encoding="utf-8-sig")
+    except (ValueError, csv.Error, OSError, EOFError, MemoryError) as error:
+        raise _unreadable(file, str(error)) from error
+    if not isinstance(frame.index, pd.RangeIndex):
+        raise _unreadable(file, "its rows have more cells than its header")
+    cells = [tuple(map(str, row)) for row in frame.itertuples(index=False, name=None)]
+    return Table(
+        name=file.name.removesuffix(".gz").removesuffix(".csv"),
+        kind=kind,
+        columns=columns,
+        rows=[dict(zip(columns, row, strict=True)) for row in cells],
+        ignored_columns=tuple(c for c in columns if c not in KNOWN),
+    )
+
+
+def table_kind(columns: tuple[str, ...], *, where: str = "the table") -> str:
+    """The kind of table by its columns.
+
+    Raises:
+        TableError: none fits; says what the nearest kind lacks.
+    """
+    missing = {
+        kind: [" or ".join(group) for group in needed if not any(c in columns for c in group)]
+        for kind, needed in KINDS.items()
+    }
+    for kind, absent in missing.items():
+        if not absent:
+            return kind
+    nearest = min(missing, key=lambda kind: len(missing[kind]) / len(KINDS[kind]))
+    raise TableError(
+        f"{where} is no table of {', '.join(KINDS)}: as {nearest} it lacks the columns {', '.join(missing[nearest])}",
+        hint="`row_id` and the columns of validation tables tell the kinds apart",
+    )
+
+
+def _header(file: Path) -> tuple[str, ...]:
+    """Column names as written; pandas would rename doubled ones."""
+    import pandas as pd
+
+    try:
+        if not file.is_file():
+            raise TableError(f"there is no table {file}", hint="give the path of a .csv file")
+        if file.stat().st_size > MAX_BYTES:
+            raise _unreadable(file, f"it has more than {MAX_BYTES >> 20} MiB")
+        first = pd.read_csv(
+            file,
+            header=None,
+            nrows=1,
+            dtype=str,
+            keep_default_na=False,
+            na_filter=False,
+            encoding="utf-8-sig",
+        )
+    except (ValueError, csv.Error, OSError, EOFError, MemoryError) as error:
+        if isinstance(error, TableError):
+            raise
+        raise _unreadable(file, str(error)) from error
+    names = tuple(str(c).strip() for c in first.iloc[0]) if len(first) else ()
+    doubled = sorted({c for c in names if c and names.count(c) > 1})
+    if doubled:
+        raise _unreadable(file, f"the column {doubled[0]!r} stands in its header more than once")
+    return names
+
+
+def _unreadable(file: Path, why: str) -> TableError:
+    return TableError(
+        f"{file} cannot be read as a table: {' '.join(why.split())}", hint="a CSV file with a header"
+    )
