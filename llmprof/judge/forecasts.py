@@ -1,0 +1,143 @@
+"""Cases become Outcomes on several processes; in calibrated mode the first rows of each group calibrate the rest."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from llmprof.extrapolate.calibration import Calibration
+from llmprof.judge.outcomes import Bench, Outcome
+from llmprof.judge.runs import Case
+from llmprof.schema.priors import load_priors
+
+LARGEST_TASK = 48
+"""Cases that one process takes at a time: enough to share what they have in common, few enough to balance the load."""
+FEWEST_PARALLEL = 64
+"""Below this number of cases one process is faster than starting more."""
+_A, _B = TypeVar("_A"), TypeVar("_B")
+Progress = Callable[[int], None]
+"""Told how many more cases are done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rows that share a calibration.
+
+    Attributes:
+        key: of the group.
+        calibrating: rows that calibrate; empty when the group is forecast cold.
+        scored: all others.
+    """
+
+    key: str
+    calibrating: tuple[Case, ...]
+    scored: tuple[Case, ...]
+
+
+class GroupResult(NamedTuple):
+    """Forecasts of a group's scored rows, in their order.
+
+    Attributes:
+        mfu: of the naive baseline: the median of the calibrating rows, else the prior's.
+        calibration: None when cold.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    mfu: float
+    calibration: Calibration | None
+
+
+class _Task(NamedTuple):
+    """Some cases of one group."""
+
+    group: int
+    cases: tuple[Case, ...]
+    calibration: Calibration | None
+
+
+class _Fit(NamedTuple):
+    mfu: float
+    calibration: Calibration | None
+
+
+def forecast_groups(
+    groups: Sequence[Group], *, jobs: int = 2, progress: Progress | None = None
+) -> list[GroupResult]:
+    """Forecast the scored rows of all groups; the result does not depend on `jobs`.
+
+    Args:
+        jobs: processes.
+        progress: told of cases as they are done.
+    """
+    with _Workers(jobs if _size(groups) >= FEWEST_PARALLEL else 1) as workers:
+        fits = list(workers.map(_fit, [group.calibrating for group in groups]))
+        tasks = [t for i, group in enumerate(groups) for t in _tasks(i, group, fits[i].calibration)]
+        outcomes: list[dict[str, Outcome]] = [{} for _ in groups]
+        for task, found in zip(tasks, workers.map(_forecast, tasks), strict=True):
+            outcomes[task.group].update({case.row_id: o for case, o in zip(task.cases, found, strict=True)})
+            if progress:
+                progress(len(found))
+    return [
+        GroupResult(tuple(found[case.row_id] for case in group.scored), fit.mfu, fit.calibration)
+        for group, found, fit in zip(groups, outcomes, fits, strict=True)
+    ]
+
+
+def _size(groups: Sequence[Group]) -> int:
+    return sum(len(group.scored) + len(group.calibrating) for group in groups)
+
+
+def _tasks(index: int, group: Group, calibration: Calibration | None) -> Iterator[_Task]:
+    """Cases of one model and machine together, for what they share, in pieces."""
+    ordered = sorted(group.scored, key=_shared)
+    for _, same in groupby(ordered, key=_shared):
+        cases = tuple(same)
+        for start in range(0, len(cases), LARGEST_TASK):
+            yield _Task(index, cases[start : start + LARGEST_TASK], calibration)
+
+
+def _shared(case: Case) -> tuple[str, ...]:
+    cluster = case.alternatives[0].cluster
+    return (repr(case.shape), case.implementation, case.attention, case.precision, cluster.name)
+
+
+def _fit(cases: tuple[Case, ...]) -> _Fit:
+    """The calibration of a group and the MFU of its calibrating rows."""
+    prior = load_priors().mfu
+    if not cases:
+        return _Fit(prior, None)
+    bench = Bench(cases)
+    found = [(case, bench.forecast(case)) for case in cases]
+    reached = [
+        prior * o.naive_s / case.step_time_s for case, o in found if case.step_time_s and not o.problem
+    ]
+    return _Fit(median(reached) if reached else prior, bench.calibrate(cases))
+
+
+def _forecast(task: _Task) -> list[Outcome]:
+    bench = Bench(task.cases)
+    return [bench.forecast(case, task.calibration) for case in task.cases]
+
+
+class _Workers:
+    """Maps over processes, or in this one when a single one is asked; order is kept."""
+
+    def __init__(self, jobs: int) -> None:
+        self._pool = (
+            ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) if jobs > 1 else None
+        )
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=kind is not None)
+
+    def map(self, function: Callable[[_A], _B], items: Sequence[_A]) -> Iterator[_B]:
+        return self._pool.map(function, items) if self._pool else map(function, items)
