@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=number_of_tokens, metavar="T", help="tokens of the whole run, such as 300B"
     )
+    parser.add_argument(
+        "--calibrate-with",
+        metavar="FILE",
+        help="table of runs measured on such devices (CSV, as for validate), to correct assumed prices",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--save", metavar="DIR", help="keep the predicted profile, for show, compare and export"
@@ -59,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
     layouts = parse_layouts(args.layout, gpus=args.gpus)
     profile = load_subject(args, layouts)
     cluster = load_cluster(args.cluster, profile=profile)
-    predictions = [_predict(profile, layout, cluster, args) for layout in layouts]
+    predictions = _predict(profile, layouts, cluster, args)
     forecasts = [_forecast_of(prediction) for prediction in predictions]
     if args.save:
         _save(predictions, layouts, Path(args.save))
@@ -71,10 +76,18 @@ def execute(args: argparse.Namespace) -> int:
     return NoAnswerError.exit_code if all(f["verdict"] == "oom" for f in forecasts) else 0
 
 
-def _predict(profile: Profile, layout: Layout, cluster: Cluster, args: argparse.Namespace) -> Profile:
+def _predict(
+    profile: Profile, layouts: list[Layout], cluster: Cluster, args: argparse.Namespace
+) -> list[Profile]:
     from llmprof.extrapolate.predict import predict
 
-    return predict(profile, layout, cluster, global_batch=args.global_batch, seq=args.seq, tokens=args.tokens)
+    calibration = None
+    if args.calibrate_with:
+        from llmprof.judge.calibrated import calibration_from
+
+        calibration = calibration_from(args.calibrate_with, cluster.device)
+    asked = {"global_batch": args.global_batch, "seq": args.seq, "tokens": args.tokens}
+    return [predict(profile, layout, cluster, calibration=calibration, **asked) for layout in layouts]
 
 
 def _forecast_of(prediction: Profile) -> dict[str, Any]:
