@@ -74,8 +74,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forecast(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """The object of `forecast --json` for one layout on 16 H100."""
-    layout = "dp=16,zero=3,mb=2"
+    """The object of `forecast --json` for one layout on 8 H100."""
+    layout = "dp=4,zero=3,tp=2,mb=4"
     asked = ["forecast", "--model", MODEL, "--cluster", "8xH100-SXM", "--layout", layout, "--json"]
     code = main([*asked, *options])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
