@@ -59,9 +59,7 @@ class PrecisionRule:
         return tuple(t._replace(dtype=dtype) if t.dtype in FLOATS else t for t in tensors)
 
 
-def choose_precision(
-    *, captured: str, asked: str, device_kind: str, masters: bool = False
-) -> PrecisionRule:
+def choose_precision(*, captured: str, asked: str, device_kind: str, masters: bool = False) -> PrecisionRule:
     """The rule for a layout's `precision` (or "") on a device kind.
 
     Without a wish the captured precision stays, except that a float32 capture is forecast in bfloat16 on a GPU.
