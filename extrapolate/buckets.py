@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmprof.extrapolate.cost import Cost, Prices
-from llmprof.extrapolate.machine import Machine, Segment
+from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.partition import Parameter, Plan
 from llmprof.extrapolate.simulate import Array, Streams
 from llmprof.schema.operators import ITEM_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+FEWEST_TOGETHER = 4
+"""More buckets than these in one layer are reduced as one row of equal ones."""
+LABEL = "reduce gradients"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +75,8 @@ def bucket_copies(parameters: Sequence[Parameter], machine: Machine) -> Segment:
     """Copies of a layer's gradients into (or out of) the buckets: one call each."""
     cost = Cost()
     for parameter in parameters:
-        cost = cost.plus(
-            machine.prices.copy(
-                "aten::copy_", parameter.numel, source=parameter.dtype, target=parameter.dtype
-            )
-        )
+        dtype = parameter.dtype
+        cost.include(machine.prices.copy("aten::copy_", parameter.numel, source=dtype, target=dtype))
     return machine.segment({"dp": cost})
 
 
@@ -88,13 +88,36 @@ class Reducer:
     streams: Streams
     plan: Plan
     buckets: Sequence[Bucket]
+    _by_layer: dict[int, list[Bucket]] = field(default_factory=dict)
+    _segments: dict[int, Segment] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            self._by_layer.setdefault(bucket.layer, []).append(bucket)
 
     def layer_done(self, position: int, started: Array) -> None:
         """The backward of the layer at `position` ran from `started` until now."""
-        end = self.streams.now()
-        for bucket in self.buckets:
-            if bucket.layer == position:
-                ready = started + bucket.fraction * (end - started)
-                cost = bucket_reduction(bucket.size_bytes, self.plan, self.machine.prices)
-                segment = self.machine.segment({"dp": cost})
-                self.machine.beside(self.streams, segment, (ready,), "reduce gradients")
+        buckets = self._by_layer.get(position)
+        if not buckets:
+            return
+        length = self.streams.now() - started
+        first, last = buckets[0], buckets[-1]
+        if len(buckets) <= FEWEST_TOGETHER:
+            for bucket in buckets:
+                ready = started + bucket.fraction * length
+                self.machine.beside(self.streams, self._segment(bucket), (ready,), LABEL)
+            return
+        # equal buckets at equal distances: the stream is behind from the first on, or keeps up until the last
+        rest = [self._segment(bucket) for bucket in buckets[:-1]]
+        inner = Stretch.of(*((segment, "", "") for segment in rest))
+        ready = started + first.fraction * length
+        self.machine.all_beside(self.streams, inner, ready, LABEL)
+        ready = started + last.fraction * length
+        self.machine.beside(self.streams, self._segment(last), (ready,), LABEL)
+
+    def _segment(self, bucket: Bucket) -> Segment:
+        found = self._segments.get(bucket.size_bytes)
+        if found is None:
+            cost = bucket_reduction(bucket.size_bytes, self.plan, self.machine.prices)
+            found = self._segments[bucket.size_bytes] = self.machine.segment({"dp": cost})
+        return found

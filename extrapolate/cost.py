@@ -41,11 +41,16 @@ class Cost:
 
     def plus(self, other: Cost) -> Cost:
         """The sum of both."""
-        total = Cost(dict(self.seconds), dict(self.weighted), self.host_s + other.host_s, dict(self.calls))
-        add_into(total.seconds, other.seconds)
-        add_into(total.weighted, other.weighted)
-        add_into(total.calls, other.calls)
+        total = Cost(dict(self.seconds), dict(self.weighted), self.host_s, dict(self.calls))
+        total.include(other)
         return total
+
+    def include(self, other: Cost) -> None:
+        """Add another sum to this one."""
+        add_into(self.seconds, other.seconds)
+        add_into(self.weighted, other.weighted)
+        add_into(self.calls, other.calls)
+        self.host_s += other.host_s
 
     @property
     def nominal_s(self) -> float:
@@ -104,7 +109,7 @@ class Prices:
         cost = Cost()
         for op in ops:
             if op.collective:
-                cost = cost.plus(self.collective(op.collective, op.message_bytes, op.axis or "tp", op.count))
+                cost.include(self.collective(op.collective, op.message_bytes, op.axis or "tp", op.count))
         return cost
 
     def collective(self, kind: str, size_bytes: int, axis: str, count: int = 1) -> Cost:

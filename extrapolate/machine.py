@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from llmprof.extrapolate.calibration import evidence_of
 from llmprof.extrapolate.cost import Cost, Prices
-from llmprof.extrapolate.simulate import Array, Calls, Parts, Pass, Streams, add_into
+from llmprof.extrapolate.simulate import MAIN, Array, Calls, Parts, Pass, Span, Streams, add_into
 from llmprof.extrapolate.uncertainty import Factors
 
 HOST_SPREAD = 0.2
@@ -34,6 +36,57 @@ class Segment:
     parts: Parts
     evidence: Parts
     calls: Calls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Segments that always run one after the other on the main stream, such as one layer's backward.
+
+    Attributes:
+        steps: the segments with their label and phase.
+        device_s, host_s: sums over the segments.
+        launched_s: when the device is done if it was free all the time and the host began at 0: it waits for launches.
+        parts, evidence, calls: sums over the segments.
+    """
+
+    steps: tuple[tuple[Segment, str, str], ...]
+    device_s: Array
+    host_s: Array
+    launched_s: Array
+    parts: Parts
+    evidence: Parts
+    calls: Calls
+
+    @classmethod
+    def of(cls, *steps: tuple[Segment, str, str]) -> Stretch:
+        """Put segments in a row.
+
+        Raises:
+            IndexError: there are none.
+        """
+        first = steps[0][0]
+        device, host, launched = first.device_s * 0.0, first.host_s * 0.0, None
+        parts: Parts = {}
+        evidence: Parts = {}
+        calls: Calls = {}
+        for segment, _, _ in steps:
+            start = host if launched is None else np.maximum(launched, host)
+            host = host + segment.host_s
+            launched = np.maximum(start + segment.device_s, host)
+            device = device + segment.device_s
+            add_into(parts, segment.parts)
+            add_into(evidence, segment.evidence)
+            add_into(calls, segment.calls)
+        assert launched is not None, "there is a first segment"
+        return cls(
+            steps=steps,
+            device_s=device,
+            host_s=host,
+            launched_s=launched,
+            parts=parts,
+            evidence=evidence,
+            calls=calls,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +139,58 @@ class Machine:
         streams.wait(launched, "host")
         return streams.now()
 
+    def repeat(self, streams: Streams, stretch: Stretch, times: int = 1) -> Array:
+        """Run a stretch a number of times; returns when the last one ends.
+
+        On a GPU one run is main' = max(main + D, host + L), host' = host + H with the stretch's device, launched and
+        host times D, L and H; n runs are main' = max(main + n D, host + L + (n - 1) max(D, H)), host' = host + n H.
+        """
+        add_into(streams.evidence, stretch.evidence, times)
+        add_into(streams.calls, stretch.calls, times)
+        start = streams.now()
+        if self.cpu:
+            end = start + times * (stretch.device_s + stretch.host_s)
+        else:
+            host = streams.now("host")
+            slower = np.maximum(stretch.device_s, stretch.host_s) if times > 1 else 0.0
+            end = np.maximum(
+                start + times * stretch.device_s, host + stretch.launched_s + (times - 1) * slower
+            )
+            streams.clocks["host"] = host + times * stretch.host_s
+        streams.clocks[MAIN] = end
+        add_into(streams.parts, stretch.parts, times)
+        device = times * float(stretch.device_s[0])
+        waited = float(end[0] - start[0]) - device
+        if waited > 1e-12 * device:
+            streams.parts["host"] = streams.parts.get("host", 0.0) + waited
+        streams.spans.extend(self._spans(stretch, times, float(start[0]), float(end[0])))
+        return end
+
+    def _spans(self, stretch: Stretch, times: int, start_s: float, end_s: float) -> Iterator[Span]:
+        """What the nominal run shows: the runs at even distances, waits for the host at the end of each."""
+        each = (end_s - start_s) / times
+        for i in range(times):
+            at = start_s + i * each
+            for segment, label, phase in stretch.steps:
+                length = float(segment.device_s[0]) + (float(segment.host_s[0]) if self.cpu else 0.0)
+                if label:
+                    yield Span(MAIN, label, phase, at, length)
+                at += length
+
     def beside(self, streams: Streams, segment: Segment, after: Sequence[Array], label: str) -> Array:
         """Run communication on the data-parallel stream once `after` is reached; returns when it ends."""
         _account(streams, segment)
         if not self.cpu:
             streams.run("host", segment.host_s)
         return streams.run("dp", segment.device_s, after=after, label=label)
+
+    def all_beside(self, streams: Streams, stretch: Stretch, ready: Array, label: str) -> None:
+        """Run a row of equal communications on the data-parallel stream once `ready` is reached."""
+        add_into(streams.evidence, stretch.evidence)
+        add_into(streams.calls, stretch.calls)
+        if not self.cpu:
+            streams.run("host", stretch.host_s)
+        streams.run("dp", stretch.device_s, after=(ready,), label=label)
 
     def finish(self, streams: Streams) -> Pass:
         """Close a pass; on a GPU hidden communication has slowed the computation it hid behind."""

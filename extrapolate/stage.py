@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, scatter
 from llmprof.extrapolate.layers import LayerSegments
-from llmprof.extrapolate.machine import Machine
+from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.partition import Parameter, Plan, parameter_bytes
 from llmprof.extrapolate.schedule import Backward, Forward
 from llmprof.extrapolate.simulate import Call, Pass, Streams
@@ -32,6 +33,7 @@ class Stage:
     gathers: dict[Forward | Backward, bool]
     _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
+    _stretches: dict[tuple[str, str, bool], Stretch] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -62,34 +64,41 @@ class Stage:
         return self._passes[key]
 
     def _forward(self, *, gather: bool, root: bool) -> Pass:
-        streams, names = self._streams(), self.names
+        streams = self._streams()
         if root:
             Gatherer(self.machine, streams, [self._root_unit()]).use()
-        gatherer = self._gatherer(streams, names if gather else [])
-        for name in names:
-            if gather and self._is_block(name):
+        if not gather:
+            for name, count in self.plan.stages[self.index]:
+                self.machine.repeat(streams, self._stretch(name, "forward"), count)
+            return self.machine.finish(streams)
+        gatherer = self._gatherer(streams, self.names)
+        for name in self.names:
+            if self._is_block(name):
                 gatherer.use()
-            self.machine.run(streams, self.segments[name].forward, f"{name} forward", "forward")
+            self.machine.repeat(streams, self._stretch(name, "forward"))
         return self.machine.finish(streams)
 
     def _backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
-        streams, order, layout = self._streams(), self.names[::-1], self.plan.layout
+        streams, layout = self._streams(), self.plan.layout
+        reduces = sync and layout.zero < 3 and layout.dp > 1
+        if not gather and not reduces and not (sync and layout.zero == 3):
+            for name, count in reversed(self.plan.stages[self.index]):
+                stretch = self._stretch(name, "recompute and backward", accumulate=accumulate)
+                self.machine.repeat(streams, stretch, count)
+            return self.machine.finish(streams)
+        order = self.names[::-1]
         gatherer = self._gatherer(streams, order if gather else [])
         gatherer.prefetch()
-        reduces = sync and layout.zero < 3 and layout.dp > 1
         reducer = Reducer(self.machine, streams, self.plan, self._buckets(order) if reduces else ())
+        kind = "backward and copies" if reduces and layout.zero == 0 else "backward"
         for position, name in enumerate(order):
-            segments, is_block = self.segments[name], self._is_block(name)
+            is_block = self._is_block(name)
             if gather and is_block:
                 gatherer.use()
             if is_block and layout.recompute == "full":
-                self.machine.run(streams, segments.recompute, f"{name} recompute", "recompute")
+                self.machine.repeat(streams, self._stretch(name, "recompute"))
             started = streams.now()
-            self.machine.run(streams, segments.backward, f"{name} backward", "backward")
-            if accumulate:
-                self.machine.run(streams, segments.accumulate)
-            if reduces and layout.zero == 0:
-                self.machine.run(streams, bucket_copies(self._trainable(name), self.machine))
+            self.machine.repeat(streams, self._stretch(name, kind, accumulate=accumulate))
             if sync and layout.zero == 3 and is_block:
                 scatter(self._unit(name, self._held(name)), self.machine, streams)
             reducer.layer_done(position, started)
@@ -100,17 +109,39 @@ class Stage:
             streams.wait(streams.now("dp"), "dp")
         return self.machine.finish(streams)
 
+    def _stretch(self, name: str, kind: str, *, accumulate: bool = False) -> Stretch:
+        """What one layer runs on the main stream in a pass; equal ones are composed once."""
+        key = (name, kind, accumulate)
+        if key not in self._stretches:
+            self._stretches[key] = Stretch.of(*self._steps(name, kind, accumulate=accumulate))
+        return self._stretches[key]
+
+    def _steps(self, name: str, kind: str, *, accumulate: bool) -> Iterator[tuple[Segment, str, str]]:
+        segments = self.segments[name]
+        if kind == "forward":
+            yield segments.forward, f"{name} forward", "forward"
+        if "recompute" in kind and self._is_block(name) and self.plan.layout.recompute == "full":
+            yield segments.recompute, f"{name} recompute", "recompute"
+        if "backward" in kind:
+            yield segments.backward, f"{name} backward", "backward"
+            if accumulate:
+                yield segments.accumulate, "", ""
+        if "copies" in kind:
+            yield bucket_copies(self._trainable(name), self.machine), "", ""
+        if kind == "optimizer":
+            yield segments.optimizer, f"{name} optimizer", "optimizer"
+
     def end_of_step(self) -> Pass:
         """What follows the last backward: copies out of buckets, tied gradients, optimizer, updated parameters."""
         streams, machine, layout = self._streams(), self.machine, self.plan.layout
         if layout.zero == 0 and layout.dp > 1:
-            for name in self.names:
-                machine.run(streams, bucket_copies(self._trainable(name), machine))
+            for name, count in self.plan.stages[self.index]:
+                machine.repeat(streams, self._stretch(name, "copies"), count)
         if self.plan.tied and self.index in (0, layout.pp - 1):
             segment = machine.segment({"pp": self._tied_reduction()})
             machine.run(streams, segment, "reduce tied gradients", "communication")
-        for name in self.names:
-            machine.run(streams, self.segments[name].optimizer, f"{name} optimizer", "optimizer")
+        for name, count in self.plan.stages[self.index]:
+            machine.repeat(streams, self._stretch(name, "optimizer"), count)
         if layout.zero in (1, 2):
             working = self.plan.precision.activation if self.plan.precision.mixed else ""
             size = parameter_bytes(self.plan.stage_parameters(self.index), working)
