@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
@@ -19,7 +20,8 @@ LARGEST_TASK = 48
 """Cases that one process takes at a time: enough to share what they have in common, few enough to balance the load."""
 FEWEST_PARALLEL = 64
 """Below this number of cases one process is faster than starting more."""
-_A, _B = TypeVar("_A"), TypeVar("_B")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 Progress = Callable[[int], None]
 """Told how many more cases are done."""
 
@@ -74,11 +76,11 @@ def forecast_groups(
         jobs: processes.
         progress: told of cases as they are done.
     """
-    with _Workers(jobs if _size(groups) >= FEWEST_PARALLEL else 1) as workers:
-        fits = list(workers.map(_fit, [group.calibrating for group in groups]))
+    with _workers(jobs if _size(groups) >= FEWEST_PARALLEL else 1) as pool:
+        fits = list(_mapped(pool, _fit, [group.calibrating for group in groups]))
         tasks = [t for i, group in enumerate(groups) for t in _tasks(i, group, fits[i].calibration)]
         outcomes: list[dict[str, Outcome]] = [{} for _ in groups]
-        for task, found in zip(tasks, workers.map(_forecast, tasks), strict=True):
+        for task, found in zip(tasks, _mapped(pool, _forecast, tasks), strict=True):
             outcomes[task.group].update({case.row_id: o for case, o in zip(task.cases, found, strict=True)})
             if progress:
                 progress(len(found))
@@ -124,20 +126,21 @@ def _forecast(task: _Task) -> list[Outcome]:
     return [bench.forecast(case, task.calibration) for case in task.cases]
 
 
-class _Workers:
-    """Maps over processes, or in this one when a single one is asked; order is kept."""
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    """A pool of processes, None for one; what has not begun when an error passes is dropped."""
+    if jobs <= 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def __init__(self, jobs: int) -> None:
-        self._pool = (
-            ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) if jobs > 1 else None
-        )
 
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=kind is not None)
-
-    def map(self, function: Callable[[_A], _B], items: Sequence[_A]) -> Iterator[_B]:
-        return self._pool.map(function, items) if self._pool else map(function, items)
+def _mapped(
+    pool: ProcessPoolExecutor | None, function: Callable[[_A], _B], items: Sequence[_A]
+) -> Iterator[_B]:
+    """Results in the order of the items."""
+    return pool.map(function, items) if pool else map(function, items)
