@@ -100,7 +100,7 @@ class Calibration:
         """Share of the prior variance of a step's logarithm that the rows have taken away, 0..1.
 
         Args:
-            shares: of the step's time by class, shape (4,).
+            shares: of the step's time by class, in any unit, shape (4,).
         """
         before = float(shares @ Calibration.prior().covariance @ shares)
         if self.rows == 0 or before <= 0:

@@ -42,6 +42,7 @@ ASSUMED_JITTER = 0.005
 MAX_JITTER = 0.05
 JITTER_SPREAD = 0.4
 INPUT_SPREAD = 0.2
+COMMUNICATION_PARTS = ("tp", "cp", "ep", "dp", "pp")
 Programs = list[list[Instruction]]
 """Instructions by stage."""
 
@@ -334,6 +335,13 @@ def _shares(stage: StageResult, extra: Parts, calibration: Calibration) -> Parts
     add_into(evidence, {"assumed": extra["straggler"], "measured": extra["input"]})
     total = sum(evidence.values()) or 1.0
     shares = {kind: evidence.get(kind, 0.0) / total for kind in ("measured", "interpolated")}
-    classes = np.array([evidence.get(f"assumed:{name}", 0.0) for name in CLASSES]) / total
-    shares["interpolated"] += calibration.explained(classes) * float(classes.sum())
+    assumed = {name: evidence.get(f"assumed:{name}", 0.0) for name in CLASSES}
+    # what hides behind other work does not move the step
+    moving = {
+        **assumed,
+        "link": min(assumed["link"], sum(stage.parts.get(part, 0.0) for part in COMMUNICATION_PARTS)),
+        "host": stage.parts.get("host", 0.0),
+    }
+    explained = calibration.explained(np.array([moving[name] for name in CLASSES]))
+    shares["interpolated"] += explained * sum(assumed.values()) / total
     return {**shares, "assumed": max(0.0, 1.0 - sum(shares.values()))}
