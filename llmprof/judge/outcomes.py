@@ -108,8 +108,8 @@ class Bench:
         found = []
         for reading in case.alternatives:
             forecaster = self._forecaster(case, reading, None).probing(shifts)
-            asked = {"global_batch": case.global_batch, "seq": case.seq}
-            found.append(_step_s(case, forecaster.simulate(reading.layout, **asked)))
+            simulation = forecaster.simulate(reading.layout, global_batch=case.global_batch, seq=case.seq)
+            found.append(_step_s(case, simulation))
         return np.stack(found)
 
     def _observation(self, case: Case) -> Observation | None:
