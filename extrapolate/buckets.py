@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from llmprof.extrapolate.cost import Cost, Prices
-from llmprof.extrapolate.machine import Machine, Segment, Stretch
+from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.partition import Parameter, Plan
 from llmprof.extrapolate.simulate import Array, Streams
 from llmprof.schema.operators import ITEM_BYTES
@@ -105,19 +106,18 @@ class Reducer:
         if len(buckets) <= FEWEST_TOGETHER:
             for bucket in buckets:
                 ready = started + bucket.fraction * length
-                self.machine.beside(self.streams, self._segment(bucket), (ready,), LABEL)
+                self.machine.beside(self.streams, self._reduction(bucket.size_bytes), (ready,), LABEL)
             return
         # equal buckets at equal distances: the stream is behind from the first on, or keeps up until the last
-        rest = [self._segment(bucket) for bucket in buckets[:-1]]
-        inner = Stretch.of(*((segment, "", "") for segment in rest))
         ready = started + first.fraction * length
-        self.machine.all_beside(self.streams, inner, ready, LABEL)
+        for size, count in Counter(bucket.size_bytes for bucket in buckets[:-1]).items():
+            self.machine.beside(self.streams, self._reduction(size), (ready,), LABEL, times=count)
         ready = started + last.fraction * length
-        self.machine.beside(self.streams, self._segment(last), (ready,), LABEL)
+        self.machine.beside(self.streams, self._reduction(last.size_bytes), (ready,), LABEL)
 
-    def _segment(self, bucket: Bucket) -> Segment:
-        found = self._segments.get(bucket.size_bytes)
+    def _reduction(self, size_bytes: int) -> Segment:
+        found = self._segments.get(size_bytes)
         if found is None:
-            cost = bucket_reduction(bucket.size_bytes, self.plan, self.machine.prices)
-            found = self._segments[bucket.size_bytes] = self.machine.segment({"dp": cost})
+            cost = bucket_reduction(size_bytes, self.plan, self.machine.prices)
+            found = self._segments[size_bytes] = self.machine.segment({"dp": cost})
         return found

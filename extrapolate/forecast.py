@@ -23,14 +23,9 @@ from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory
 from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
-from llmprof.extrapolate.schedule import (
-    SCHEDULES,
-    Instruction,
-    gathers_needed,
-    in_flight,
-)
-from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Pipeline, Span, StageClock, add_into
-from llmprof.extrapolate.stage import Stage
+from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Span, StageClock, add_into
+from llmprof.extrapolate.stage import Stage, equal_stages
+from llmprof.extrapolate.steady import most_in_flight, run_step
 from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.schema.cluster import Cluster
@@ -43,8 +38,6 @@ MAX_JITTER = 0.05
 JITTER_SPREAD = 0.4
 INPUT_SPREAD = 0.2
 COMMUNICATION_PARTS = ("tp", "cp", "ep", "dp", "pp")
-Programs = list[list[Instruction]]
-"""Instructions by stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +130,6 @@ class Forecaster:
         self._scale = window_scale(profile, self._operators)
         self._layers: dict[tuple[object, ...], dict[str, LayerWork]] = {}
         self._pricer = LayerPricer()
-        self._schedules: dict[tuple[str, int, int], Programs] = {}
 
     def recalibrated(self, calibration: Calibration) -> Forecaster:
         """The same forecaster with another calibration; plans and nominal prices are shared."""
@@ -167,9 +159,20 @@ class Forecaster:
         return other
 
     def simulate(
-        self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
+        self,
+        layout: Layout,
+        *,
+        global_batch: int | None = None,
+        seq: int | None = None,
+        every_microbatch: bool = False,
     ) -> Simulation:
         """Partition, price, schedule and simulate one step.
+
+        Args:
+            layout: how it is laid over devices.
+            global_batch: sequences per step; None for the captured one where it divides.
+            seq: tokens per sequence; None for the captured length.
+            every_microbatch: simulate all of them, so that spans show the whole step.
 
         Raises:
             WorkloadError, LayoutError: see `llmprof.extrapolate.predict.predict`.
@@ -180,9 +183,8 @@ class Forecaster:
         check_passes(layout)
         plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
         machine = self._machine(layout)
-        programs = self._programs(layout)
         segments = self._pricer.segments(plan, machine, key=key)
-        stages = _run_stages(plan, machine, segments, programs=programs, cluster=self.cluster)
+        stages = _run_stages(plan, machine, segments, cluster=self.cluster, every=every_microbatch)
         end: Array = np.maximum.reduce([s.end_s for s in stages])
         slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         extra, extra_parts = self._beyond_stages(plan, end)
@@ -196,7 +198,7 @@ class Forecaster:
             evidence=_shares(stages[slowest], extra_parts, self._factors.calibration),
             stages=stages,
             slowest=slowest,
-            memory=self._memory(plan, programs),
+            memory=self._memory(plan),
             assumptions=(
                 batch_line,
                 *filter(None, [self._factors.calibration.sentence()]),
@@ -213,16 +215,6 @@ class Forecaster:
             self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)
         plan = partition(self._workload, layout, seq=seq, precision=rule, layers=self._layers[key])
         return plan, key
-
-    def _programs(self, layout: Layout) -> Programs:
-        """Instructions of every stage."""
-        key = (layout.schedule, layout.pp, layout.accum)
-        if key not in self._schedules:
-            schedule = SCHEDULES[layout.schedule]
-            self._schedules[key] = [
-                list(schedule(stage, layout.pp, layout.accum)) for stage in range(layout.pp)
-            ]
-        return self._schedules[key]
 
     def _machine(self, layout: Layout) -> Machine:
         prices = Prices(
@@ -248,13 +240,13 @@ class Forecaster:
         extra: Array = waited + late * self._factors.factor("straggler", JITTER_SPREAD)
         return extra, {"input": wait, "straggler": float(late[0])}
 
-    def _memory(self, plan: Plan, programs: Programs) -> MemoryForecast:
+    def _memory(self, plan: Plan) -> MemoryForecast:
         framework = measured_framework(self.profile) if self._same else None
         return forecast_memory(
             plan,
             Capacity(cluster=self.cluster, framework_bytes=framework),
             factors=self._factors,
-            in_flight=[in_flight(p) for p in programs],
+            in_flight=most_in_flight(plan.layout.schedule, plan.layout.pp, plan.layout.accum),
         )
 
 
@@ -263,17 +255,14 @@ def _run_stages(
     machine: Machine,
     segments: dict[str, LayerSegments],
     *,
-    programs: Programs,
     cluster: Cluster,
+    every: bool,
 ) -> tuple[StageResult, ...]:
     """Run all stages against each other."""
-    stages = [
-        Stage(index=i, plan=plan, machine=machine, segments=segments, gathers=gathers_needed(programs[i]))
-        for i in range(len(programs))
-    ]
-    messages = [_message(plan, machine, cluster, i) for i in range(len(programs) - 1)]
-    pipeline = Pipeline(programs=programs, stages=stages, transfer_s=[m.device_s for m in messages])
-    clocks = pipeline.run(np.zeros(1 + machine.factors.draws))
+    stages = equal_stages(plan, machine, segments)
+    messages = [_message(plan, machine, cluster, i) for i in range(plan.layout.pp - 1)]
+    start = np.zeros(1 + machine.factors.draws)
+    clocks = run_step(stages, [m.device_s for m in messages], start, every=every)
     for boundary, message in enumerate(messages):
         for stage in (boundary, boundary + 1):
             add_into(clocks[stage].evidence, message.evidence, 2.0 * plan.layout.accum)

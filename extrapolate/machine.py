@@ -177,20 +177,16 @@ class Machine:
                     yield Span(MAIN, label, phase, at, length)
                 at += length
 
-    def beside(self, streams: Streams, segment: Segment, after: Sequence[Array], label: str) -> Array:
-        """Run communication on the data-parallel stream once `after` is reached; returns when it ends."""
-        _account(streams, segment)
+    def beside(
+        self, streams: Streams, segment: Segment, after: Sequence[Array], label: str, *, times: int = 1
+    ) -> Array:
+        """Run communication, `times` over, on the data-parallel stream once `after` is reached; returns when it ends."""
+        add_into(streams.evidence, segment.evidence, times)
+        add_into(streams.calls, segment.calls, times)
         if not self.cpu:
-            streams.run("host", segment.host_s)
-        return streams.run("dp", segment.device_s, after=after, label=label)
-
-    def all_beside(self, streams: Streams, stretch: Stretch, ready: Array, label: str) -> None:
-        """Run a row of equal communications on the data-parallel stream once `ready` is reached."""
-        add_into(streams.evidence, stretch.evidence)
-        add_into(streams.calls, stretch.calls)
-        if not self.cpu:
-            streams.run("host", stretch.host_s)
-        streams.run("dp", stretch.device_s, after=(ready,), label=label)
+            streams.run("host", times * segment.host_s if times > 1 else segment.host_s)
+        duration = times * segment.device_s if times > 1 else segment.device_s
+        return streams.run("dp", duration, after=after, label=label)
 
     def finish(self, streams: Streams) -> Pass:
         """Close a pass; on a GPU hidden communication has slowed the computation it hid behind."""

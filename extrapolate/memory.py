@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmprof.extrapolate.partition import LayerWork, Parameter, Plan, parameter_bytes
+from llmprof.extrapolate.partition import LayerWork, Parameter, Plan, held_bytes, parameter_bytes
 from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors, interval
 from llmprof.schema.cluster import Cluster
@@ -130,17 +130,15 @@ def state_bytes(plan: Plan, stage: int) -> dict[str, int]:
     A narrower working copy beside float32 masters (mixed precision) counts as parameters, the masters as optimizer
     state; with zero=3 the sharded parameters are the masters and working copies exist only while gathered.
     """
-    layout, held = plan.layout, plan.stage_parameters(stage)
-    trainable = tuple(p for p in held if p.trainable)
-    optimizer = plan.workload.optimizer
-    slots = optimizer.state_slots * parameter_bytes(trainable, optimizer.state_dtype)
-    gradients, parameters = parameter_bytes(trainable), parameter_bytes(held)
+    layout, optimizer = plan.layout, plan.workload.optimizer
+    slots = optimizer.state_slots * held_bytes(plan, stage, optimizer.state_dtype, trainable=True)
+    gradients, parameters = held_bytes(plan, stage, trainable=True), held_bytes(plan, stage)
     shard = layout.dp_shard
     if plan.precision.mixed and layout.zero < 3:
-        slots += parameter_bytes(trainable, "float32")
-        parameters = parameter_bytes(held, plan.precision.activation)
+        slots += held_bytes(plan, stage, "float32", trainable=True)
+        parameters = held_bytes(plan, stage, plan.precision.activation)
     if layout.zero == 3 and layout.pp > 1:
-        gradients += parameter_bytes(trainable, plan.precision.activation) * shard
+        gradients += held_bytes(plan, stage, plan.precision.activation, trainable=True) * shard
     return {
         "parameters": _share(parameters, shard if layout.zero == 3 else 1),
         "gradients": _share(gradients, shard if layout.zero >= 2 else 1),
@@ -164,14 +162,12 @@ def activation_bytes(layers: Sequence[tuple[LayerWork, int]], *, recompute: bool
 def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
     """Communication buffers: buckets (zero=0 to 2), or gathered parameters and unsharded gradients (zero=3)."""
     layout = plan.layout
-    held = plan.stage_parameters(stage)
-    trainable = tuple(p for p in held if p.trainable)
     if layout.dp == 1:
         return 0
     if layout.zero == 0:
-        return parameter_bytes(trainable)
+        return held_bytes(plan, stage, trainable=True)
     if layout.zero < 3:
-        return min(parameter_bytes(trainable), 25 << 20)
+        return min(held_bytes(plan, stage, trainable=True), 25 << 20)
     working = plan.precision.working
     units = {name: plan.layers[name].parameters for name, _ in plan.stages[stage] if _is_block(plan, name)}
     block = max(units.values(), key=parameter_bytes, default=())
@@ -183,7 +179,7 @@ def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
     )
     reduced = _unit_gradients(block, working)
     if layout.pp > 1:
-        return parameter_bytes(held, working) + reduced
+        return held_bytes(plan, stage, working) + reduced
     ahead = 1 if cluster.device.kind == "cpu" else 2
     return parameter_bytes(root, working) + ahead * parameter_bytes(block, working) + reduced
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 
@@ -321,12 +322,14 @@ def split_stages(workload: Workload, layers: dict[str, LayerWork], stages: int) 
         size = len(blocks) // stages
         cuts = [blocks[size * i] for i in range(1, stages)]
     else:
-        cuts = _balanced_cuts([layers[name].matmul_flops for name in order], blocks, stages)
+        weight = {name: layers[name].matmul_flops for name in set(order)}
+        cuts = _balanced_cuts(tuple(weight[name] for name in order), tuple(blocks), stages)
     edges = [0, *cuts, len(order)]
     return tuple(_run_length(order[a:b]) for a, b in pairwise(edges))
 
 
-def _balanced_cuts(weights: list[int], blocks: list[int], stages: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def _balanced_cuts(weights: tuple[int, ...], blocks: tuple[int, ...], stages: int) -> list[int]:
     """Cut positions (each at a block) that minimise the heaviest stage; exact, by dynamic programming."""
     total = [0]
     for weight in weights:
@@ -353,3 +356,17 @@ def _run_length(names: list[str]) -> Names:
 def parameter_bytes(parameters: tuple[Parameter, ...], dtype: str = "") -> int:
     """Bytes of parameters, in their own dtype or in the one given."""
     return sum(p.numel * ITEM_BYTES.get(dtype or p.dtype, 4) for p in parameters)
+
+
+def held_bytes(plan: Plan, stage: int, dtype: str = "", *, trainable: bool = False) -> int:
+    """Bytes of the parameters that a stage holds (see `Plan.stage_parameters`), or of the trainable ones alone.
+
+    Args:
+        dtype: counted in this dtype; "" for their own.
+    """
+    total = 0
+    for name, count in plan.stages[stage]:
+        layer = plan.layers[name]
+        held = layer.own_parameters if stage == 0 else layer.parameters
+        total += count * parameter_bytes(tuple(p for p in held if p.trainable or not trainable), dtype)
+    return total

@@ -65,7 +65,7 @@ def predict(
     """
     check_positive(tokens=tokens)
     forecaster = Forecaster(profile, cluster, draws=draws, seed=seed, calibration=calibration)
-    simulation = forecaster.simulate(layout, global_batch=global_batch, seq=seq)
+    simulation = forecaster.simulate(layout, global_batch=global_batch, seq=seq, every_microbatch=True)
     forecast = forecast_object(profile, cluster, simulation, tokens=tokens)
     return _profile(profile, cluster, simulation, forecast)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -103,7 +103,7 @@ SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backwa
 """Schedules by the name they have in a layout."""
 
 
-def in_flight(instructions: list[Instruction]) -> int:
+def in_flight(instructions: Sequence[Instruction]) -> int:
     """The most microbatches whose forward has run and whose backward has not."""
     held = most = 0
     for instruction in instructions:
@@ -112,7 +112,7 @@ def in_flight(instructions: list[Instruction]) -> int:
     return most
 
 
-def gathers_needed(instructions: list[Instruction]) -> dict[Forward | Backward, bool]:
+def gathers_needed(instructions: Sequence[Instruction]) -> dict[Forward | Backward, bool]:
     """For each forward and backward, whether sharded parameters must be gathered first.
 
     Inside a pipeline a block stays gathered after a backward that is not the step's last and is released after

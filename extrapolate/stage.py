@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,9 +12,20 @@ from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, scatter
 from llmprof.extrapolate.layers import LayerSegments
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.partition import Parameter, Plan, parameter_bytes
+from llmprof.extrapolate.partition import Parameter, Plan, held_bytes, parameter_bytes
 from llmprof.extrapolate.schedule import Backward, Forward
 from llmprof.extrapolate.simulate import Call, Pass, Streams
+
+
+def equal_stages(plan: Plan, machine: Machine, segments: dict[str, LayerSegments]) -> list[Stage]:
+    """All stages of a plan; those with the same layers and the same part in ties share their passes."""
+    first_of: dict[tuple[object, ...], Stage] = {}
+    stages = []
+    for index, layers in enumerate(plan.stages):
+        stage = Stage(index=index, plan=plan, machine=machine, segments=segments)
+        alike = first_of.setdefault((layers, index == 0, stage.holds_tied), stage)
+        stages.append(replace(alike, index=index))
+    return stages
 
 
 @dataclass(slots=True)
@@ -24,16 +35,23 @@ class Stage:
     Attributes:
         segments: of each kind of layer.
         gathers: for each instruction, whether sharded blocks must be gathered first.
+        microbatches: of the step that is run.
     """
 
     index: int
     plan: Plan
     machine: Machine
     segments: dict[str, LayerSegments]
-    gathers: dict[Forward | Backward, bool]
+    gathers: dict[Forward | Backward, bool] = field(default_factory=dict)
+    microbatches: int = 1
     _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
     _stretches: dict[tuple[str, str, bool], Stretch] = field(default_factory=dict)
+
+    @property
+    def holds_tied(self) -> bool:
+        """Whether it holds a copy of a parameter that is tied over stages."""
+        return bool(self.plan.tied) and self.index in (0, self.plan.layout.pp - 1)
 
     @property
     def names(self) -> list[str]:
@@ -56,7 +74,7 @@ class Stage:
             if key not in self._passes:
                 self._passes[key] = self._forward(gather=gather, root=root)
         else:
-            last = instruction.microbatch == layout.accum - 1
+            last = instruction.microbatch == self.microbatches - 1
             sync = last or layout.zero == 2 or (layout.zero == 3 and not pipelined)
             key = ("backward", gather, not first, sync)
             if key not in self._passes:
@@ -137,14 +155,14 @@ class Stage:
         if layout.zero == 0 and layout.dp > 1:
             for name, count in self.plan.stages[self.index]:
                 machine.repeat(streams, self._stretch(name, "copies"), count)
-        if self.plan.tied and self.index in (0, layout.pp - 1):
+        if self.holds_tied:
             segment = machine.segment({"pp": self._tied_reduction()})
             machine.run(streams, segment, "reduce tied gradients", "communication")
         for name, count in self.plan.stages[self.index]:
             machine.repeat(streams, self._stretch(name, "optimizer"), count)
         if layout.zero in (1, 2):
             working = self.plan.precision.activation if self.plan.precision.mixed else ""
-            size = parameter_bytes(self.plan.stage_parameters(self.index), working)
+            size = held_bytes(self.plan, self.index, working)
             segment = machine.segment({"dp": machine.prices.collective("all_gather", size, "shard")})
             machine.run(streams, segment, "all_gather parameters", "communication")
         return machine.finish(streams)

@@ -1,0 +1,137 @@
+"""Short cuts of the simulation equal what they replace: many microbatches from a few, equal layers in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmprof.extrapolate.machine import Machine, Segment, Stretch
+from llmprof.extrapolate.schedule import Backward, Forward, in_flight
+from llmprof.extrapolate.simulate import Pass, Streams
+from llmprof.extrapolate.stage import Stage
+from llmprof.extrapolate.steady import most_in_flight, programs, run_step
+
+times = st.floats(0.1, 10.0)
+
+
+@dataclass
+class FixedStage:
+    """A stage whose first backward is cheaper (nothing to accumulate) and whose last one leaves a tail behind."""
+
+    plan: Any
+    forward: Pass
+    backward: Pass
+    gathers: dict[Any, bool] = field(default_factory=dict)
+    microbatches: int = 1
+
+    def run(self, instruction: Forward | Backward) -> Pass:
+        if isinstance(instruction, Forward):
+            return self.forward
+        duration = self.backward.duration_s * (0.9 if instruction.microbatch == 0 else 1.0)
+        last = instruction.microbatch == self.microbatches - 1
+        part = {"compute": float(duration[0])}
+        return Pass(duration_s=duration, parts=part, tail_s=0.7 * duration if last else None)
+
+
+def make_stages(schedule: str, microbatches: int, durations: list[tuple[float, float]]) -> list[Stage]:
+    plan = SimpleNamespace(layout=SimpleNamespace(schedule=schedule, accum=microbatches, zero=0))
+
+    def one(duration: float) -> Pass:
+        draws = duration * np.array([1.0, 1.3, 0.8])
+        return Pass(duration_s=draws, parts={"compute": duration})
+
+    return [cast("Stage", FixedStage(plan, one(f), one(b))) for f, b in durations]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    durations=st.lists(st.tuples(times, times), min_size=1, max_size=6),
+    microbatches=st.integers(1, 60),
+    transfer=st.floats(0.0, 2.0),
+)
+def test_a_few_microbatches_tell_the_rest(
+    schedule: str, durations: list[tuple[float, float]], microbatches: int, transfer: float
+) -> None:
+    stages = make_stages(schedule, microbatches, durations)
+    links = [np.full(3, transfer)] * (len(durations) - 1)
+    short = run_step(stages, links, np.zeros(3))
+    full = run_step(stages, links, np.zeros(3), every=True)
+    for a, b in zip(short, full, strict=True):
+        np.testing.assert_allclose(a.now_s, b.now_s, rtol=0.03)
+        np.testing.assert_allclose(a.tail_end_s, b.tail_end_s, rtol=0.03)
+        assert sum(a.parts.values()) == pytest.approx(float(a.now_s[0]), rel=1e-9)
+        assert a.parts["compute"] == pytest.approx(b.parts["compute"], rel=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    stages=st.integers(1, 8),
+    duration=st.tuples(times, times),
+    head=st.floats(0.0, 0.5),
+    microbatches=st.integers(1, 80),
+)
+def test_equal_stages_with_a_longer_last_one_are_exact(
+    schedule: str, stages: int, duration: tuple[float, float], head: float, microbatches: int
+) -> None:
+    forward, backward = duration
+    durations = [duration] * (stages - 1) + [(forward * (1 + head), backward * (1 + head))]
+    made = make_stages(schedule, microbatches, durations)
+    links = [np.full(3, 0.02 * forward)] * (stages - 1)
+    short = run_step(made, links, np.zeros(3))
+    full = run_step(made, links, np.zeros(3), every=True)
+    for a, b in zip(short, full, strict=True):
+        np.testing.assert_allclose(a.now_s, b.now_s, rtol=2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 9), (4, 3), (4, 40), (8, 64)])
+def test_activations_in_flight_are_those_of_the_whole_program(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    whole = tuple(in_flight(p) for p in programs(schedule, stages, microbatches))
+    assert most_in_flight(schedule, stages, microbatches) == whole
+
+
+def segment(device: float, host: float) -> Segment:
+    scale = np.array([1.0, 0.6, 1.7])
+    return Segment(
+        device_s=device * scale,
+        host_s=host * scale[::-1].copy(),
+        parts={"forward": device},
+        evidence={},
+        calls={},
+    )
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(st.tuples(times, times), min_size=1, max_size=3),
+    count=st.integers(1, 7),
+    ahead=times,
+    cpu=st.booleans(),
+)
+def test_equal_layers_in_closed_form(
+    steps: list[tuple[float, float]], count: int, ahead: float, cpu: bool
+) -> None:
+    machine = Machine(prices=cast("Any", None), factors=cast("Any", None), cpu=cpu, serial_fsdp=False)
+    segments = [segment(*step) for step in steps]
+    looped, closed = (Streams(zero=np.zeros(3)) for _ in range(2))
+    for streams in (looped, closed):
+        machine.run(streams, segment(ahead, 0.5))
+    for _ in range(count):
+        for one in segments:
+            machine.run(looped, one)
+    machine.repeat(closed, Stretch.of(*((one, "layer", "forward") for one in segments)), count)
+    np.testing.assert_allclose(closed.now(), looped.now(), rtol=1e-12)
+    np.testing.assert_allclose(closed.now("host"), looped.now("host"), rtol=1e-12)
+    for part in ("forward", "host"):
+        assert closed.parts.get(part, 0.0) == pytest.approx(looped.parts.get(part, 0.0), rel=1e-9, abs=1e-9)
+    assert len(closed.spans) == count * len(steps)
