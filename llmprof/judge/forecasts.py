@@ -16,7 +16,7 @@ from llmprof.judge.outcomes import Bench, Outcome
 from llmprof.judge.runs import Case
 from llmprof.schema.priors import load_priors
 
-LARGEST_TASK = 48
+LARGEST_TASK = 64
 """Cases that one process takes at a time: enough to share what they have in common, few enough to balance the load."""
 FEWEST_PARALLEL = 64
 """Below this number of cases one process is faster than starting more."""
@@ -96,7 +96,7 @@ def _size(groups: Sequence[Group]) -> int:
 
 def _tasks(index: int, group: Group, calibration: Calibration | None) -> Iterator[_Task]:
     """Cases of one model and machine together, for what they share, in pieces."""
-    ordered = sorted(group.scored, key=_shared)
+    ordered = sorted(group.scored, key=lambda case: (_shared(case), _degrees(case)))
     for _, same in groupby(ordered, key=_shared):
         cases = tuple(same)
         for start in range(0, len(cases), LARGEST_TASK):
@@ -106,6 +106,12 @@ def _tasks(index: int, group: Group, calibration: Calibration | None) -> Iterato
 def _shared(case: Case) -> tuple[str, ...]:
     cluster = case.alternatives[0].cluster
     return (repr(case.shape), case.implementation, case.attention, case.precision, cluster.name)
+
+
+def _degrees(case: Case) -> tuple[int, ...]:
+    """What layers are evaluated and priced for."""
+    layout = case.alternatives[0].layout
+    return (layout.tp, layout.sp, layout.mb)
 
 
 def _fit(cases: tuple[Case, ...]) -> _Fit:

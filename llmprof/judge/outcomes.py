@@ -24,6 +24,8 @@ from llmprof.schema.reference import reference_workload
 Array = NDArray[np.float64]
 STATE = ("parameters", "gradients", "optimizer")
 """Categories of memory that a layout fixes: the bare state."""
+LEAST_BELIEF = 0.05
+"""What is left of the weight of a reading that we forecast not to fit: our memory forecast may be wrong. Assumed."""
 OUTSIDE_TENSORS = ("slack", "framework")
 """Categories that a count of allocated tensors does not see."""
 
@@ -137,14 +139,19 @@ class Bench:
         cluster = likeliest.cluster
         memory = first.memory
         weights = _weights(case)
-        oom = float(weights @ [s.memory.oom_probability for s in simulations])
+        probabilities = np.array([s.memory.oom_probability for s in simulations])
+        oom = float(weights @ probabilities)
+        ran = case.step_time_s is not None
+        naive_s = naive_step_time_s(workload, layout, cluster, seq=case.seq)
         return Outcome(
             row_id=case.row_id,
             time_s=pooled(
-                [_step_s(case, s) for s in simulations], weights, [s.evidence["assumed"] for s in simulations]
+                [_step_s(case, s) for s in simulations],
+                _given_that_it_ran(weights, probabilities) if ran else weights,
+                [s.evidence["assumed"] for s in simulations],
             ),
-            naive_s=naive_step_time_s(workload, layout, cluster, seq=case.seq),
-            second_s=second_baseline_step_time_s(workload, layout, cluster, seq=case.seq),
+            naive_s=naive_s,
+            second_s=second_baseline_step_time_s(workload, layout, cluster, naive_s=naive_s),
             bubble=1 + (layout.pp - 1) / layout.accum,
             breakdown_s={k: v for k, v in breakdown(first).items() if case.optimizer or k != "optimizer"},
             memory_bytes=memory.p50,
@@ -213,6 +220,15 @@ def weighted_quantile(values: Array, weights: Array, share: float) -> float:
 
 def _weights(case: Case) -> Array:
     return np.array([a.weight for a in case.alternatives])
+
+
+def _given_that_it_ran(weights: Array, oom_probabilities: Array) -> Array:
+    """Weights of readings of a row with a time: one that would not have fitted into memory is hardly what was run.
+
+    Only readings of empty cells are weighed by that; whether the row fits is forecast without it.
+    """
+    found = weights * np.maximum(1.0 - oom_probabilities, LEAST_BELIEF)
+    return np.asarray(found / found.sum())
 
 
 def _step_s(case: Case, simulation: Simulation) -> Array:
