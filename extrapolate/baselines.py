@@ -142,21 +142,20 @@ def naive_step_time_s(
 
 
 def second_baseline_step_time_s(
-    workload: Workload, layout: Layout, cluster: Cluster, *, seq: int, mfu: float | None = None
+    workload: Workload, layout: Layout, cluster: Cluster, *, naive_s: float
 ) -> float:
     """Naive x pipeline bubble, plus the ring all-reduce of gradients over the link at catalogue bandwidth (seconds).
 
     Bubble: 1 + (pp - 1) / accum. All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
     """
-    naive = naive_step_time_s(workload, layout, cluster, seq=seq, mfu=mfu)
     bubble = 1 + (layout.pp - 1) / layout.accum
     if layout.dp == 1:
-        return naive * bubble
-    gradient_bytes = sum(prod(shape) * item for shape, item in trainable_shapes(workload)) / (
+        return naive_s * bubble
+    gradient_bytes = sum(count * prod(shape) * item for shape, item, count in trainable_shapes(workload)) / (
         layout.tp * layout.pp
     )
     link = _link(cluster, layout.dp * layout.tp * layout.cp)
-    return naive * bubble + 2 * (layout.dp - 1) / layout.dp * gradient_bytes / link
+    return naive_s * bubble + 2 * (layout.dp - 1) / layout.dp * gradient_bytes / link
 
 
 def _link(cluster: Cluster, span: int) -> float:
@@ -166,15 +165,14 @@ def _link(cluster: Cluster, span: int) -> float:
     return cluster.links[-1].bandwidth_bytes_per_s
 
 
-def trainable_shapes(workload: Workload) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes per element of every trainable parameter, ties counted once."""
+def trainable_shapes(workload: Workload) -> list[tuple[tuple[int, ...], int, int]]:
+    """Shape, bytes per element and number of every kind of trainable parameter, ties counted once."""
     counts = layer_counts(workload)
     return [
-        (p.shape, ITEM_BYTES.get(p.dtype, 4))
+        (p.shape, ITEM_BYTES.get(p.dtype, 4), counts.get(layer.name, 0))
         for layer in workload.layers
         for p in layer.parameters
         if p.trainable and not p.tied_to
-        for _ in range(counts.get(layer.name, 0))
     ]
 
 
@@ -187,6 +185,6 @@ def bound_step_time_s(workload: Workload, layout: Layout, cluster: Cluster, *, s
     peak = peak_flops(cluster.device, precision_of(workload, layout, cluster.device))
     compute_s = model_flops_per_step(workload, layout, seq) / (layout.gpus * peak)
     state = 2 * workload.optimizer.state_slots * ITEM_BYTES.get(workload.optimizer.state_dtype, 4)
-    moved = sum(prod(shape) * (3 * item + state) for shape, item in trainable_shapes(workload))
+    moved = sum(count * prod(shape) * (3 * item + state) for shape, item, count in trainable_shapes(workload))
     memory_s = moved / (layout.gpus * cluster.device.bandwidth_bytes_per_s)
     return max(compute_s, memory_s)

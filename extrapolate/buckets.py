@@ -33,23 +33,23 @@ class Bucket:
     fraction: float
 
 
-def gradient_buckets(layers: Sequence[Sequence[Parameter]]) -> Iterator[Bucket]:
+def gradient_buckets(layers: Sequence[Sequence[int]]) -> Iterator[Bucket]:
     """Buckets as torch's DistributedDataParallel fills them: in reverse order of the parameters.
 
     Args:
-        layers: trainable parameters of each layer in backward order (last layer first), each in forward order.
+        layers: gradient bytes of each trainable parameter of each layer in backward order (last layer first), each in
+            forward order.
 
     Yields:
         Buckets in the order in which they are reduced: the first closes at 1 MiB, the others at 25 MiB.
     """
     filled, limit = 0, FIRST_BUCKET_BYTES
     at, fraction = 0, 1.0
-    for index, parameters in enumerate(layers):
-        total = sum(gradient_bytes(p) for p in parameters)
-        done = 0
-        for parameter in reversed(parameters):
-            filled += gradient_bytes(parameter)
-            done += gradient_bytes(parameter)
+    for index, sizes in enumerate(layers):
+        total, done = sum(sizes), 0
+        for size in reversed(sizes):
+            filled += size
+            done += size
             at, fraction = index, done / total
             if filled >= limit:
                 yield Bucket(size_bytes=filled, layer=at, fraction=fraction)

@@ -172,7 +172,7 @@ class Forecaster:
             layout: how it is laid over devices.
             global_batch: sequences per step; None for the captured one where it divides.
             seq: tokens per sequence; None for the captured length.
-            every_microbatch: simulate all of them, so that spans show the whole step.
+            every_microbatch: simulate all of them and keep spans of the whole step; else there are none.
 
         Raises:
             WorkloadError, LayoutError: see `llmprof.extrapolate.predict.predict`.

@@ -163,7 +163,8 @@ class Machine:
         waited = float(end[0] - start[0]) - device
         if waited > 1e-12 * device:
             streams.parts["host"] = streams.parts.get("host", 0.0) + waited
-        streams.spans.extend(self._spans(stretch, times, float(start[0]), float(end[0])))
+        if streams.record:
+            streams.spans.extend(self._spans(stretch, times, float(start[0]), float(end[0])))
         return end
 
     def _spans(self, stretch: Stretch, times: int, start_s: float, end_s: float) -> Iterator[Span]:
@@ -192,7 +193,7 @@ class Machine:
         """Close a pass; on a GPU hidden communication has slowed the computation it hid behind."""
         if not self.cpu and "dp" in streams.clocks:
             end = float(streams.now()[0])
-            busy = sum(s.duration_s for s in streams.spans if s.stream == "dp")
+            busy = streams.busy_s
             exposed = streams.parts.get("dp", 0.0) + max(0.0, float(streams.clocks["dp"][0]) - end)
             hidden = max(0.0, min(busy - exposed, end))
             if hidden > 0:

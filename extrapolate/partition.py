@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 
+import numpy as np
+
 from llmprof.errors import LayoutError, WorkloadError
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.request import choose_class
@@ -331,20 +333,22 @@ def split_stages(workload: Workload, layers: dict[str, LayerWork], stages: int) 
 @lru_cache(maxsize=1024)
 def _balanced_cuts(weights: tuple[int, ...], blocks: tuple[int, ...], stages: int) -> list[int]:
     """Cut positions (each at a block) that minimise the heaviest stage; exact, by dynamic programming."""
-    total = [0]
-    for weight in weights:
-        total.append(total[-1] + weight)
+    total = np.concatenate([[0], np.cumsum(np.array(weights, dtype=float))])
     starts = [0, *blocks[1:], len(weights)]
-    best = {(1, j): (total[starts[j]], 0) for j in range(1, len(starts))}
-    for k in range(2, stages + 1):
-        for j in range(k, len(starts)):
-            best[(k, j)] = min(
-                (max(best[(k - 1, i)][0], total[starts[j]] - total[starts[i]]), i) for i in range(k - 1, j)
-            )
+    at = total[starts]
+    size = len(starts)
+    # heaviest[j]: of the stages before start j; between[i, j]: weight of a stage from start i to start j
+    heaviest = np.where(np.arange(size) > 0, at, np.inf)
+    between = np.where(np.triu(np.ones((size, size), dtype=bool), 1), at[None, :] - at[:, None], np.inf)
+    chosen = []
+    for _ in range(2, stages + 1):
+        worst = np.maximum(heaviest[:, None], between)
+        chosen.append(worst.argmin(axis=0))
+        heaviest = worst.min(axis=0)
     cuts: list[int] = []
     j = len(starts) - 1
-    for k in range(stages, 1, -1):
-        j = best[(k, j)][1]
+    for first in reversed(chosen):
+        j = int(first[j])
         cuts.append(starts[j])
     return cuts[::-1]
 

@@ -91,6 +91,7 @@ def forecast_object(
     time = widen(Interval(min(found.p10, nominal), nominal, max(found.p90, nominal)), assumed)
     per_step = layout.global_batch * (plan.seq if plan.workload.tokens_per_sequence_dim else 1)
     measured_mfu = captured_mfu(profile, cluster.device, plan.precision.target)
+    naive = naive_step_time_s(plan.workload, layout, cluster, seq=plan.seq, mfu=measured_mfu)
     flops = model_flops_per_step(plan.workload, layout, plan.seq)
     peak = peak_flops(cluster.device, plan.precision.target)
     energy = step_energy_j(cluster, gpus=layout.gpus, step_time_s=time)
@@ -108,11 +109,9 @@ def forecast_object(
             "p50": per_step / time.p50,
             "p90": per_step / time.p10,
         },
-        "naive_step_time_s": naive_step_time_s(
-            plan.workload, layout, cluster, seq=plan.seq, mfu=measured_mfu
-        ),
+        "naive_step_time_s": naive,
         "second_baseline_step_time_s": second_baseline_step_time_s(
-            plan.workload, layout, cluster, seq=plan.seq, mfu=measured_mfu
+            plan.workload, layout, cluster, naive_s=naive
         ),
         "bound_step_time_s": bound_step_time_s(plan.workload, layout, cluster, seq=plan.seq),
         "breakdown_s": parts,

@@ -88,7 +88,8 @@ class Streams:
         parts: owners of the main stream's time so far.
         evidence: nominal seconds of all work so far by kind of evidence.
         calls: collectives so far.
-        spans: what ran, in the nominal run.
+        spans: what ran, in the nominal run, where `record` is on.
+        busy_s: nominal time of side streams with a label, such as communication.
     """
 
     zero: Array
@@ -97,6 +98,8 @@ class Streams:
     evidence: Parts = field(default_factory=dict)
     calls: Calls = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    record: bool = True
+    busy_s: float = 0.0
 
     def now(self, stream: str = MAIN) -> Array:
         """When the stream is free."""
@@ -110,7 +113,9 @@ class Streams:
         end: Array = start + duration_s
         self.clocks[stream] = end
         if label:
-            self.spans.append(Span(stream, label, stream, float(start[0]), float(duration_s[0])))
+            self.busy_s += float(duration_s[0])
+            if self.record:
+                self.spans.append(Span(stream, label, stream, float(start[0]), float(duration_s[0])))
         return end
 
     def run_main(self, duration_s: Array, parts: Parts, *, label: str = "", phase: str = "") -> Array:
@@ -118,7 +123,7 @@ class Streams:
         start = self.now()
         self.clocks[MAIN] = end = start + duration_s
         add_into(self.parts, parts)
-        if label:
+        if label and self.record:
             self.spans.append(Span(MAIN, label, phase, float(start[0]), float(duration_s[0])))
         return end
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_buckets
+from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_buckets, gradient_bytes
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, scatter
 from llmprof.extrapolate.layers import LayerSegments
@@ -36,6 +36,7 @@ class Stage:
         segments: of each kind of layer.
         gathers: for each instruction, whether sharded blocks must be gathered first.
         microbatches: of the step that is run.
+        record: keep spans.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Stage:
     segments: dict[str, LayerSegments]
     gathers: dict[Forward | Backward, bool] = field(default_factory=dict)
     microbatches: int = 1
+    record: bool = True
     _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
     _stretches: dict[tuple[str, str, bool], Stretch] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class Stage:
         gather = layout.zero == 3 and (not pipelined or self.gathers[instruction])
         if isinstance(instruction, Forward):
             root = layout.zero == 3 and (first or not pipelined)
-            key: tuple[object, ...] = ("forward", gather, root)
+            key: tuple[object, ...] = ("forward", gather, root, self.record)
             if key not in self._passes:
                 self._passes[key] = self._forward(gather=gather, root=root)
         else:
@@ -174,10 +176,11 @@ class Stage:
         )
 
     def _streams(self) -> Streams:
-        return Streams(zero=np.zeros(1 + self.machine.factors.draws))
+        return Streams(zero=np.zeros(1 + self.machine.factors.draws), record=self.record)
 
     def _buckets(self, order: list[str]) -> tuple[Bucket, ...]:
-        return tuple(gradient_buckets([self._trainable(name) for name in order]))
+        sizes = {name: tuple(map(gradient_bytes, self._trainable(name))) for name in set(order)}
+        return tuple(gradient_buckets([sizes[name] for name in order]))
 
     def _held(self, name: str) -> tuple[Parameter, ...]:
         """Parameters of a layer that this stage holds: a tie to another stage is a copy."""

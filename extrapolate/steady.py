@@ -57,7 +57,7 @@ def run_step(
         stages: in order; their layout says the schedule and the number of microbatches.
         transfer_s: for each boundary, the time of one message.
         start_s: common start, shape (1 + draws,).
-        every: simulate every microbatch, so that spans show the whole step; else those of a short step are kept.
+        every: simulate every microbatch and keep spans; else there are none.
     """
     total, number = stages[0].plan.layout.accum, len(stages)
     if not every:
@@ -65,18 +65,18 @@ def run_step(
             fewest = times * number + plus
             if total <= fewest + 2:
                 break
-            trial = [_run(stages, transfer_s, start_s, fewest + i) for i in range(3)]
+            trial = [_run(stages, transfer_s, start_s, fewest + i, record=False) for i in range(3)]
             if _periodic(trial, _busiest(stages)):
                 return [_longer(b, c, total - fewest - 2) for b, c in zip(trial[1], trial[2], strict=True)]
-    return _run(stages, transfer_s, start_s, total)
+    return _run(stages, transfer_s, start_s, total, record=every)
 
 
 def _run(
-    stages: Sequence[Stage], transfer_s: Sequence[Array], start_s: Array, microbatches: int
+    stages: Sequence[Stage], transfer_s: Sequence[Array], start_s: Array, microbatches: int, *, record: bool
 ) -> list[StageClock]:
     found = programs(stages[0].plan.layout.schedule, len(stages), microbatches)
     for stage, program in zip(stages, found, strict=True):
-        stage.microbatches = microbatches
+        stage.microbatches, stage.record = microbatches, record
         stage.gathers = gathers_needed(program) if stage.plan.layout.zero == 3 else {}
     return Pipeline(programs=found, stages=stages, transfer_s=transfer_s).run(start_s)
 
