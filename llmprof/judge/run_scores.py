@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -99,7 +99,20 @@ def _table(
         fitted=sum(len(group.calibrating) for group, _ in results),
         forecasts=sum(o.readings for _, result in results for o in result.outcomes),
         defects=_defects(cases, results),
+        extra={
+            "calibration_groups": len(results),
+            "cold_groups": sum(result.calibration is None for _, result in results),
+            "assumptions": dict(_assumptions(cases).most_common()),
+        },
     )
+
+
+def _assumptions(cases: Mapping[str, Case | Reject]) -> Counter[str]:
+    """What rows were read as beyond what they say, with the number of rows."""
+    read = [case for case in cases.values() if isinstance(case, Case)]
+    counts = Counter(note for case in read for note in case.notes)
+    counts.update("several readings: cells are empty" for case in read if len(case.alternatives) > 1)
+    return counts
 
 
 def _defects(

@@ -20,7 +20,7 @@ _MOST_REASONS = 8
 _MOST_VALUES = 40
 _ORDER_HEADING = heading(
     "Order and memory",
-    "in percent; order is Spearman's correlation in sets of layouts that compete, regret what the first choice costs",
+    "in percent; order: Spearman's correlation, 1 is best",
 )
 
 
@@ -44,6 +44,8 @@ def validation_text(result: Scores) -> RenderableType:
     if any(t.get("choice_sets") or t.get("oom") or t.get("memory_n") for t in result["tables"]):
         parts += [_ORDER_HEADING, _order_table(result["tables"])]
     parts += _left_out(result)
+    if len(result["tables"]) == 1:
+        parts += _assumed(result["tables"][0])
     if result["by"]:
         parts += [
             heading(
@@ -59,7 +61,7 @@ def validation_text(result: Scores) -> RenderableType:
 
 
 def _title(result: Scores) -> RenderableType:
-    return heading("Forecast against measurement", f"{result['mode']}; |forecast / measured - 1|, in percent")
+    return heading("Errors", f"{result['mode']}; |forecast / measured - 1| in percent")
 
 
 def _error_table(result: Scores) -> RenderableType:
@@ -150,6 +152,18 @@ def _left_out(result: Scores) -> list[RenderableType]:
     for name, reason in result["refused"].items():
         parts.append(bullet("  -", f"{name}: {reason}", style="dim"))
     return [heading("Not scored", "yellow: what llmprof does not model"), *parts] if parts else []
+
+
+def _assumed(scores: Scores) -> list[RenderableType]:
+    """How rows were read beyond what they say."""
+    found = list(scores.get("assumptions", {}).items())
+    if not found:
+        return []
+    lines = [bullet(f"  {count:>6}", line, style="dim") for line, count in found[:_MOST_REASONS]]
+    cold = scores["cold_groups"]
+    if 0 < cold < scores["calibration_groups"]:
+        lines.append(bullet(f"  {cold:>6}", "groups with too few rows were forecast cold", style="dim"))
+    return [heading("How rows were read", "number of rows"), *lines]
 
 
 def _by_table(values: Sequence[Scores]) -> RenderableType:
