@@ -118,10 +118,7 @@ def _closest(candidates: list[ModelShape], params_billions: float | None) -> tup
     for candidate in candidates[1:]:
         if miss(candidate) < miss(best) - _CLEARLY_BETTER:
             best = candidate
-    return (
-        best,
-        f"{_style(best)}: from {params_billions:g} billion parameters (counted: {best.parameters / 1e9:.4g})",
-    )
+    return best, f"{_style(best)}: what comes closest to the reported parameters"
 
 
 def _style(shape: ModelShape) -> str:
