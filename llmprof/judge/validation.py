@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from llmprof.judge.collectives import score_collectives
 from llmprof.judge.forecasts import Progress
+from llmprof.judge.operators import score_operators
 from llmprof.judge.result import TableScores
 from llmprof.judge.run_scores import score_runs
 from llmprof.judge.splits import Fit
@@ -65,4 +67,12 @@ def judge_tables(
             progress=progress,
         )
     )
-    return [next(runs) for table in tables if table.kind == "runs"]
+    return [
+        next(runs) if table.kind == "runs" else _PRICED[table.kind](table, request.fit) for table in tables
+    ]
+
+
+_PRICED: dict[str, Callable[[Table, Fit | None], TableScores]] = {
+    "operators": lambda table, fit: score_operators(table, fit=fit),
+    "collectives": lambda table, fit: score_collectives(table, fit=fit),
+}
