@@ -1,0 +1,103 @@
+"""Tables are told apart by their columns; what is no table is refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from llmprof.errors import TableError
+from llmprof.judge.cells import Reject, flag, number, positive, whole
+from llmprof.judge.table import read_table, table_kind
+
+OPERATORS = "row_id,gpu,op,phase,dtype,time_us"
+COLLECTIVES = "row_id,gpu,op,n_gpus,size_bytes,time_us"
+RUNS = "row_id,gpu,n_gpus,layers,hidden,heads,seq_len,global_batch,step_time_s"
+
+
+def write(folder: Path, text: str | bytes, name: str = "t.csv") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"), [(OPERATORS, "operators"), (COLLECTIVES, "collectives"), (RUNS, "runs")]
+)
+def test_kinds_by_columns(header: str, kind: str) -> None:
+    assert table_kind(tuple(header.split(","))) == kind
+
+
+def test_cells_stay_text_and_unknown_columns_are_counted(tmp_path: Path) -> None:
+    table = read_table(
+        write(tmp_path, f"{OPERATORS},colour\nr1,A100,gemm,fwd,bf16,007,None\nr2,A100,gemm,fwd,,NA,\n")
+    )
+    assert table.name == "t"
+    assert table.ignored_columns == ("colour",)
+    assert [r["time_us"] for r in table.rows] == ["007", "NA"]
+    assert [r["colour"] for r in table.rows] == ["None", ""]
+
+
+def test_a_byte_order_mark_and_compression_are_read(tmp_path: Path) -> None:
+    data = f"{OPERATORS}\nr1,A100,gemm,fwd,bf16,1\n".encode("utf-8-sig")
+    assert read_table(write(tmp_path, data)).rows[0]["row_id"] == "r1"
+    assert read_table(write(tmp_path, gzip.compress(data), "t.csv.gz")).rows[0]["row_id"] == "r1"
+
+
+def test_what_the_nearest_kind_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="phase") as caught:
+        read_table(write(tmp_path, "row_id,gpu,op,dtype,time_us\n"))
+    assert "as operators" in caught.value.message
+
+
+def test_a_table_without_rows_has_none(tmp_path: Path) -> None:
+    assert read_table(write(tmp_path, OPERATORS + "\n")).rows == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n\n",
+        b"\xff\xfe\x00binary\x00\x01" * 50,
+        f"{OPERATORS}\nr1,A100,gemm,fwd,bf16,1,2,3\n".encode(),
+        f"{OPERATORS},op\n1,2,3,4,5,6,7\n".encode(),
+        f'{OPERATORS}\n"r1,A100\n'.encode(),
+        b"\x1f\x8b torn",
+    ],
+)
+def test_what_is_no_table_is_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
+    for name in ("t.csv", "t.csv.gz"):
+        with pytest.raises(TableError) as caught:
+            read_table(write(tmp_path, data, name))
+        assert "\n" not in caught.value.message
+
+
+def test_no_file_and_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.csv", tmp_path):
+        with pytest.raises(TableError):
+            read_table(path)
+
+
+def test_cells_become_numbers_or_a_reason() -> None:
+    row = {
+        "a": " 3 ",
+        "b": "",
+        "c": "nan",
+        "d": "-1",
+        "e": "many",
+        "f": "2.5",
+        "g": "inf",
+        "y": "1",
+        "n": "false",
+    }
+    assert number(row, "a") == 3.0
+    assert number(row, "b") is None
+    assert number(row, "missing") is None
+    assert whole(row, "a") == 3
+    assert (flag(row, "y"), flag(row, "n"), flag(row, "b")) == (True, False, None)
+    for column, read in (("c", number), ("e", number), ("g", number), ("d", positive), ("f", whole)):
+        with pytest.raises(Reject) as caught:
+            read(row, column)
+        assert column in caught.value.reason
