@@ -85,10 +85,10 @@ def _modes(calibrated: int) -> list[tuple[str, str, list[str]]]:
 def _run(mode: tuple[str, str, list[str]], tables: Path, *, jobs: int) -> dict[str, Any]:
     """One run of `llmprof validate` over the tables of a folder that are of a kind it scores."""
     name, folder, options = mode
-    files = [str(f) for f in sorted((tables / folder).glob("*.csv"))]
+    files = [f.name for f in sorted((tables / folder).glob("*.csv"))]
     print(f"{name}: {len(files)} tables", file=sys.stderr)
     command = [sys.executable, "-m", "llmprof", "validate", *files, *options, "--jobs", str(jobs), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=tables / folder, stdout=subprocess.PIPE, text=True, check=False)
     result = json.loads(done.stdout)
     if done.returncode:
         raise SystemExit(f"llmprof validate failed: {result['error']['message']}")
