@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "schema": GROUND,
     **{arm: GROUND | {arm} for arm in ARMS},
     "judge": GROUND | {"extrapolate", "report", "judge"},
-    **{room: GROUND | ARMS | ROOF | {"judge"} for room in ROOF},
+    **{room: GROUND | ARMS | ROOF for room in ROOF},
+    "commands": GROUND | ARMS | ROOF | {"judge"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

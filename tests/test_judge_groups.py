@@ -5,6 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmprof.errors import RequestError
 from llmprof.judge.groups import calibration_group, choice_set, precision_class, split_group
@@ -37,6 +39,8 @@ def test_groups_hold_all_model_sizes_of_one_software() -> None:
     assert calibration_group(base) == calibration_group(base | {"model": "70B", "precision": "fp16"})
     assert calibration_group(base) != calibration_group(base | {"precision": "fp8"})
     assert choice_set(base) != choice_set(base | {"model": "70B"})
+    assert choice_set(base) != choice_set(base | {"n_experts": "8"})
+    assert choice_set(base) == choice_set(base | {"tp": "8", "recompute": "full"}), "layouts compete"
     assert [precision_class(p) for p in ("mxfp8", "fp8-rowwise", "fp32")] == ["fp8", "fp8", "fp32"]
 
 
@@ -70,12 +74,52 @@ def test_the_smaller_half_and_the_fewest_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "random", "random:0", "random:1", "random:x", "random:nan", "nodes:0.5", "other:1"]
+    "text",
+    [
+        "",
+        "random",
+        "random:0",
+        "random:1",
+        "random:x",
+        "random:nan",
+        "smaller:inf",
+        "nodes:0.5",
+        "nodes:inf",
+        "nodes:nan",
+        "other:1",
+    ],
 )
 def test_what_is_no_fit_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_fit(text)
     assert repr(text) in caught.value.message
+
+
+def test_a_long_fit_is_cut_in_the_message() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_fit("x" * 9000)
+    assert len(caught.value.message) < 200
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from("xyz")), max_size=40, unique=True),
+    fit=st.sampled_from([Fit("random", 0.3), Fit("smaller", 0.5), Fit("nodes", 1)]),
+    seed=st.integers(0, 4),
+)
+def test_a_split_does_not_depend_on_the_order_of_rows(
+    rows: list[tuple[int, str]], fit: Fit, seed: int
+) -> None:
+    named = [(f"{key}{stratum}", stratum, 1.0 + key % 7) for key, stratum in rows]
+    assert set(split(named, fit, seed)) == set(split(named[::-1], fit, seed))
+
+
+def test_the_larger_part_is_never_smaller_than_what_was_fitted() -> None:
+    rows = [(f"r{i}", "ab"[i % 2], float((7 * i) % 13)) for i in range(26)]
+    fitted = set(split(rows, Fit("smaller", 0.5)))
+    for stratum in "ab":
+        mine = [r for r in rows if r[1] == stratum]
+        low, high = ([r[2] for r in mine if (r[0] in fitted) == inside] for inside in (True, False))
+        assert max(low) <= min(high)
 
 
 def test_fits_are_read() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +70,8 @@ def test_spearman_by_hand() -> None:
 def test_regret_of_the_first_choice() -> None:
     assert top1_regret([3.0, 1.0, 2.0], [10.0, 15.0, 12.0]) == pytest.approx(0.5)
     assert top1_regret([1.0, 2.0], [10.0, 15.0]) == 0.0
+    # two share the first place: the mean of 12 and 16 against 10
+    assert top1_regret([1.0, 2.0, 1.0], [12.0, 10.0, 16.0]) == pytest.approx(0.4)
 
 
 def test_oom_confusion_by_hand() -> None:
@@ -89,6 +93,50 @@ def test_rows_with_a_reason_are_not_scored_and_nothing_is_none() -> None:
     assert scores["oom"] is None
 
 
+@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_are_never_scored(time: float) -> None:
+    rows = [row("measured", time, 10.0, naive=1.0), row("predicted", 10.0, time, naive=1.0)]
+    assert [r.scored for r in rows] == [False, False]
+    scores = score_rows(rows)
+    assert scores["n"] == 0
+    assert scores["naive_median_ape"] is None
+
+
+def test_no_rows_give_no_figures() -> None:
+    for scores in (score_rows([]), mean_over_tables([]), mean_over_tables([score_rows([])])):
+        assert scores["n"] == 0
+        figures = {k: v for k, v in scores.items() if k not in ("n", "tables", "without_below_1pct_mfu")}
+        assert set(figures.values()) == {None}
+        assert not any((scores["without_below_1pct_mfu"] or {}).values())
+
+
+def test_memory_and_hard_rows_by_hand() -> None:
+    rows = [
+        row(
+            "a",
+            1.0,
+            1.0,
+            memory_measured=10.0,
+            memory_predicted=12.0,
+            oom=False,
+            oom_probability=0.1,
+            hard=True,
+        ),
+        row("b", 1.0, 1.0, memory_measured=10.0, memory_predicted=9.0, oom=False, oom_probability=0.7),
+        ScoredRow(row_id="c", oom=True, oom_probability=0.5, reason="no time", hard=True),
+        ScoredRow(row_id="d", oom=True, oom_probability=0.4, reason="no time", hard=True),
+    ]
+    scores = score_rows(rows)
+    assert scores["n"] == 2
+    assert scores["memory_median_ape"] == pytest.approx(0.15)
+    oom = scores["oom"]
+    # runs out of memory: one half of them forecast to fit; a probability of one half is a forecast of out of memory
+    assert (oom["n"], oom["accuracy"], oom["false_fit_rate"], oom["false_oom_rate"]) == (4, 0.5, 0.5, 0.5)
+    assert oom["hard"]["n"] == 3
+    assert oom["hard"]["accuracy"] == pytest.approx(2 / 3)
+    assert oom["hard"]["false_oom_rate"] == 0.0
+
+
 def test_a_table_by_hand() -> None:
     rows = [row("a", 10.0, 11.0, naive=5.0), row("b", 20.0, 30.0, naive=10.0), row("c", 5.0, 5.0, naive=5.0)]
     scores = score_rows(rows)
@@ -105,6 +153,8 @@ def test_rows_below_one_percent_mfu_are_told_apart() -> None:
     assert scores["n"] == 2
     assert scores["without_below_1pct_mfu"]["n"] == 1
     assert scores["without_below_1pct_mfu"]["median_ape"] == pytest.approx(0.1)
+    assert scores["below_1pct_mfu"]["n"] == 1
+    assert scores["below_1pct_mfu"]["median_ape"] == pytest.approx(9.0)
 
 
 def test_only_sets_of_eight_layouts_compete() -> None:
@@ -123,8 +173,32 @@ def test_the_mean_over_tables_is_unweighted() -> None:
     assert mean_over_tables([small, large])["n"] == 10
 
 
+TIMES = st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=12)
+
+
+@given(times=TIMES)
+def test_scores_stay_in_their_bounds(times: list[tuple[float, float]]) -> None:
+    scores = score_rows([row(str(i), a, b, choice_set="x") for i, (a, b) in enumerate(times)])
+    assert 0 <= scores["median_ape"] <= scores["p90_ape"]
+    assert 0 <= scores["coverage80"] <= 1
+    assert scores["interval_score80"] >= 0
+    assert scores["median_relative_width"] == pytest.approx(0.4)
+    assert scores["spearman"] is None or -1 <= scores["spearman"] <= 1
+    assert scores["top1_regret"] is None or scores["top1_regret"] >= 0
+
+
+@given(times=TIMES, order=st.randoms())
+def test_order_and_regret_do_not_depend_on_the_order_of_rows(
+    times: list[tuple[float, float]], order: Random
+) -> None:
+    rows = [row(str(i), a, round(b), choice_set="x") for i, (a, b) in enumerate(times) if round(b)] * 2
+    mixed = order.sample(rows, len(rows))
+    for name in ("spearman", "top1_regret", "choice_sets"):
+        assert score_rows(mixed)[name] == pytest.approx(score_rows(rows)[name])
+
+
 @given(
-    times=st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=12),
+    times=TIMES,
     unit=st.floats(0.01, 100),
 )
 def test_scores_do_not_depend_on_the_unit_or_the_order(times: list[tuple[float, float]], unit: float) -> None:

@@ -6,6 +6,8 @@ import gzip
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmprof.errors import TableError
 from llmprof.judge.cells import Reject, flag, number, positive, whole
@@ -65,6 +67,12 @@ def test_a_table_without_rows_has_none(tmp_path: Path) -> None:
         f"{OPERATORS},op\n1,2,3,4,5,6,7\n".encode(),
         f'{OPERATORS}\n"r1,A100\n'.encode(),
         b"\x1f\x8b torn",
+        f"{OPERATORS}\nr1,A100,gemm\nr2,A100,gemm,fwd,bf16,1\n".encode(),
+        f"{OPERATORS}\nr1,A100,gemm,fwd,bf16,1\nr2,A1".encode(),
+        f"{OPERATORS}\nr1,{'x' * 200_000},gemm,fwd,bf16,1\n".encode(),
+        f"{OPERATORS}\nr1,A\0,gemm,fwd,bf16,1\n".encode(),
+        f"{OPERATORS}\n\xe4,A100,gemm,fwd,bf16,1\n".encode("latin-1"),
+        b'{"rows": [1, 2]}',
     ],
 )
 def test_what_is_no_table_is_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
@@ -74,10 +82,45 @@ def test_what_is_no_table_is_refused_in_one_line(tmp_path: Path, data: bytes) ->
         assert "\n" not in caught.value.message
 
 
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path) -> None:
+    whole_file = gzip.compress(f"{OPERATORS}\n".encode() + b"r1,A100,gemm,fwd,bf16,1\n" * 2000)
+    damaged = bytearray(whole_file)
+    damaged[20] ^= 255
+    for data in (whole_file[: len(whole_file) // 2], bytes(damaged)):
+        with pytest.raises(TableError, match="cannot be read as a table"):
+            read_table(write(tmp_path, data, "t.csv.gz"))
+
+
+def test_a_ragged_row_is_named_by_its_line(tmp_path: Path) -> None:
+    data = f"{OPERATORS}\n\nr1,A100,gemm,fwd,bf16,1\nr2,A100,gemm\n"
+    with pytest.raises(TableError, match="line 4 has 3 cells, its header 6"):
+        read_table(write(tmp_path, data))
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmprof.judge.table.MAX_BYTES", 1 << 20)
+    with pytest.raises(TableError, match="more than 1 MiB"):
+        read_table(write(tmp_path, gzip.compress(b"x" * (1 << 21)), "t.csv.gz"))
+
+
+@given(data=st.binary(max_size=300), header=st.booleans(), name=st.sampled_from(("t.csv", "t.csv.gz")))
+def test_any_bytes_are_a_table_or_refused(
+    data: bytes, header: bool, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write(tmp_path_factory.getbasetemp(), f"{OPERATORS}\n".encode() + data if header else data, name)
+    try:
+        table = read_table(path)
+    except TableError as error:
+        assert len(error.message.splitlines()) == 1
+    else:
+        assert all(tuple(row) == table.columns for row in table.rows)
+
+
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.csv", tmp_path):
-        with pytest.raises(TableError):
+    for path in (tmp_path / "none.csv", tmp_path, tmp_path / ("x" * 5000 + ".csv")):
+        with pytest.raises(TableError) as caught:
             read_table(path)
+        assert len(caught.value.message) < 400
 
 
 def test_cells_become_numbers_or_a_reason() -> None:

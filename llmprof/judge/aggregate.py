@@ -34,13 +34,16 @@ def score_rows(rows: Sequence[ScoredRow]) -> dict[str, Any]:
     """All scores of some rows; what does not apply is None.
 
     Returns:
-        `n` and TIME_SCORES, `spearman` and `top1_regret` as means over `choice_sets`, `memory_median_ape`, `oom`, and the
-        same time scores `without_below_1pct_mfu` where rows are below.
+        `n` and TIME_SCORES, `spearman` and `top1_regret` as means over `choice_sets`, `memory_median_ape`, `oom`, and
+        where rows are below 1 % MFU the same time scores of them (`below_1pct_mfu`) and of the others
+        (`without_below_1pct_mfu`).
     """
     scored = [row for row in rows if row.scored]
     result = {**score_times(scored), **score_choices(scored), **score_memory(rows)}
     usual = [row for row in scored if row.mfu is None or row.mfu >= LEAST_MFU]
-    result["without_below_1pct_mfu"] = score_times(usual) if len(usual) < len(scored) else None
+    below = [row for row in scored if row.mfu is not None and row.mfu < LEAST_MFU]
+    result["below_1pct_mfu"] = score_times(below) if below else None
+    result["without_below_1pct_mfu"] = score_times(usual) if below else None
     return result
 
 

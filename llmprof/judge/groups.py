@@ -7,8 +7,8 @@ from hashlib import sha256
 
 GROUP_COLUMNS = ("source", "gpu", "framework", "framework_version", "software_variant")
 CHOICE_COLUMNS = (
-    "source", "model", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "n_gpus", "seq_len",
-    "global_batch", "precision", "framework_version", "software_variant",
+    "source", "model", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "gated_mlp", "n_experts",
+    "topk", "n_gpus", "seq_len", "global_batch", "precision", "framework_version", "software_variant",
 )  # fmt: skip
 FEWEST_SCORABLE = 2
 """Groups with fewer rows are forecast cold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -54,8 +55,9 @@ class ScoredRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def scored(self) -> bool:
-        """True when there is a time on both sides."""
-        return not self.reason and self.measured is not None and self.predicted_p50 is not None
+        """True when there is a finite time above 0 on both sides, and no reason against it."""
+        times = (self.measured, self.predicted_p50)
+        return not self.reason and all(time is not None and 0 < time < inf for time in times)
 
     @property
     def ape(self) -> float | None:
@@ -115,9 +117,13 @@ def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float | N
 
 
 def top1_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much slower the layout that the forecast puts first is than the best measured one, as a fraction."""
-    chosen = min(range(len(predicted)), key=lambda i: predicted[i])
-    return measured[chosen] / min(measured) - 1
+    """How much slower the layout that the forecast puts first is than the best measured one, as a fraction.
+
+    Of layouts that share the first place any may be chosen: their mean counts, so the order of rows does not.
+    """
+    first = min(predicted)
+    chosen = [time for forecast, time in zip(predicted, measured, strict=True) if forecast == first]
+    return float(np.mean(chosen)) / min(measured) - 1
 
 
 class OomScore(NamedTuple):

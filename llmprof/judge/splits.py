@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import sha256
+from math import isfinite
 from typing import NamedTuple, TypeVar
 
 from llmprof.errors import RequestError
@@ -47,12 +48,15 @@ def parse_fit(text: str) -> Fit:
         amount = float("nan")
     if kind not in KINDS:
         raise RequestError(
-            f"--fit {text!r} is none of {', '.join(KINDS)}", hint="such as random:0.3, smaller:0.5, nodes:1"
+            f"--fit {text[:60]!r} is none of {', '.join(KINDS)}",
+            hint="such as random:0.3, smaller:0.5, nodes:1",
         )
-    if kind == "nodes" and not (amount >= 1 and amount == int(amount)):
-        raise RequestError(f"--fit {text!r} needs a whole number of nodes, 1 or more", hint="such as nodes:1")
+    if kind == "nodes" and not (isfinite(amount) and amount >= 1 and amount == int(amount)):
+        raise RequestError(
+            f"--fit {text[:60]!r} needs a whole number of nodes, 1 or more", hint="such as nodes:1"
+        )
     if kind != "nodes" and not 0 < amount < 1:
-        raise RequestError(f"--fit {text!r} needs a share between 0 and 1", hint=f"such as {kind}:0.3")
+        raise RequestError(f"--fit {text[:60]!r} needs a share between 0 and 1", hint=f"such as {kind}:0.3")
     return Fit(kind, amount)
 
 

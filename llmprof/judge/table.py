@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
+import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +30,8 @@ error derived inferred qc notes op phase dtype batch m n k layout tokens head_di
 kernel time_us stat tflops n_nodes link size_bytes algbw_GBps busbw_GBps in_place algo lib_version"""
 KNOWN = frozenset(_KNOWN_TEXT.split())
 """Columns that mean something to the judge or to a person; others are counted and ignored."""
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 28
+"""Of the text, unpacked: a hundred times the largest published table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,28 +54,26 @@ class Table:
 
 
 def read_table(path: str | Path) -> Table:
-    """Read a table of measurements (.csv, .csv.gz).
+    """Read a table of measurements (.csv, .csv.gz; UTF-8, with or without a byte order mark).
+
+    Every row must have as many cells as the header, so that a torn file is not taken for one with empty cells.
 
     Raises:
         TableError: no such file, no table, or of no kind that is scored.
     """
-    import pandas as pd
-
     file = Path(path)
-    columns = _header(file)
-    kind = table_kind(columns, where=str(file))
     try:
-        frame = pd.read_csv(file, dtype=str, keep_default_na=False, na_filter=False, encoding="utf-8-sig")
-    except (ValueError, csv.Error, OSError, EOFError, MemoryError) as error:
+        lines = csv.reader(io.StringIO(_text(file), newline=""), strict=True)
+        columns = _header(file, next((cells for cells in lines if cells), []))
+        kind = table_kind(columns, where=_short(str(file)))
+        rows = [_row(file, columns, cells, lines.line_num) for cells in lines if cells]
+    except csv.Error as error:
         raise _unreadable(file, str(error)) from error
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise _unreadable(file, "its rows have more cells than its header")
-    cells = [tuple(map(str, row)) for row in frame.itertuples(index=False, name=None)]
     return Table(
         name=file.name.removesuffix(".gz").removesuffix(".csv"),
         kind=kind,
         columns=columns,
-        rows=[dict(zip(columns, row, strict=True)) for row in cells],
+        rows=rows,
         ignored_columns=tuple(c for c in columns if c not in KNOWN),
     )
 
@@ -95,36 +98,48 @@ def table_kind(columns: tuple[str, ...], *, where: str = "the table") -> str:
     )
 
 
-def _header(file: Path) -> tuple[str, ...]:
-    """Column names as written; pandas would rename doubled ones."""
-    import pandas as pd
-
+def _text(file: Path) -> str:
+    """The whole file, unpacked and decoded."""
     try:
         if not file.is_file():
-            raise TableError(f"there is no table {file}", hint="give the path of a .csv file")
-        if file.stat().st_size > MAX_BYTES:
-            raise _unreadable(file, f"it has more than {MAX_BYTES >> 20} MiB")
-        first = pd.read_csv(
-            file,
-            header=None,
-            nrows=1,
-            dtype=str,
-            keep_default_na=False,
-            na_filter=False,
-            encoding="utf-8-sig",
-        )
-    except (ValueError, csv.Error, OSError, EOFError, MemoryError) as error:
-        if isinstance(error, TableError):
-            raise
+            raise TableError(f"there is no table {_short(str(file))}", hint="give the path of a .csv file")
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _unreadable(file, f"byte {error.start} is not UTF-8 text") from error
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise _unreadable(file, str(error)) from error
-    names = tuple(str(c).strip() for c in first.iloc[0]) if len(first) else ()
-    doubled = sorted({c for c in names if c and names.count(c) > 1})
+    if len(data) > MAX_BYTES:
+        raise _unreadable(file, f"it has more than {MAX_BYTES >> 20} MiB")
+    if "\0" in text:
+        raise _unreadable(file, "it holds zero bytes")
+    return text
+
+
+def _header(file: Path, cells: list[str]) -> tuple[str, ...]:
+    names = tuple(cell.strip() for cell in cells)
+    if not names:
+        raise _unreadable(file, "it is empty")
+    doubled = [name for name, count in Counter(names).items() if name and count > 1]
     if doubled:
-        raise _unreadable(file, f"the column {doubled[0]!r} stands in its header more than once")
+        raise _unreadable(file, f"the column {_short(doubled[0])!r} stands in its header more than once")
     return names
+
+
+def _row(file: Path, columns: tuple[str, ...], cells: list[str], line: int) -> dict[str, str]:
+    if len(cells) != len(columns):
+        raise _unreadable(file, f"line {line} has {len(cells)} cells, its header {len(columns)}")
+    return dict(zip(columns, cells, strict=True))
+
+
+def _short(text: str) -> str:
+    """The end of a long path or name, which tells more than its beginning."""
+    return text if len(text) <= 160 else f"...{text[-157:]}"
 
 
 def _unreadable(file: Path, why: str) -> TableError:
     return TableError(
-        f"{file} cannot be read as a table: {' '.join(why.split())}", hint="a CSV file with a header"
+        f"{_short(str(file))} cannot be read as a table: {' '.join(why.split())[:200]}",
+        hint="a CSV file with a header",
     )
