@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from llmprof.judge.cells import Reject
 from llmprof.judge.conventions import (
     Sizes,
     formula_of,
+    hf_nanotron,
     mosaic,
     nvidia_dgxc,
+    nvidia_model_flops,
     palm,
     recomputed_mfu,
+    recomputed_tflops,
     stas,
 )
 from llmprof.judge.conventions import megatron_2021_hardware as hardware
@@ -21,7 +25,18 @@ from llmprof.judge.conventions import megatron_2022 as megatron
 from llmprof.judge.table import read_table
 
 TABLES = Path(__file__).resolve().parents[2] / "shared" / "validation" / "e2e"
-TINY = Sizes(layers=2, hidden=4, ffn=16, heads=2, kv_heads=1, vocab=10, seq=8, gated=True, params=1000.0)
+TINY = Sizes(
+    layers=2,
+    hidden=4,
+    ffn=16,
+    heads=2,
+    kv_heads=1,
+    vocab=10,
+    seq=8,
+    gated=True,
+    params=1000.0,
+    logged_params=2000.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +45,8 @@ TINY = Sizes(layers=2, hidden=4, ffn=16, heads=2, kv_heads=1, vocab=10, seq=8, g
         (palm, 6 * 1000 + 12 * 2 * 4 * 8),  # 768 of attention
         (mosaic, 6 * 1000 + 768),
         (stas, 6 * 1000 + 384),
+        (hf_nanotron, 6 * 2000 + 768),
+        (nvidia_model_flops, 6 * (480 + 40) + 384),
         (megatron, 72 * 2 * 16 * (1 + 8 / 24 + 10 / 96)),
         (hardware, 96 * 2 * 16 * (1 + 8 / 24 + 10 / 128)),
         # blocks: 2 x (2 x 16 x 1.5 + 3 x 4 x 16) = 480; the head 40
@@ -42,7 +59,10 @@ def test_flops_per_token_by_hand(formula: Callable[[Sizes], float], flops: float
 
 def test_a_cell_names_the_longest_key() -> None:
     assert formula_of("megatron-2021-hardware (counts recompute)") is hardware
-    assert formula_of("palm with the reported parameter count") is palm
+    assert formula_of("palm (6N all parameters)") is palm
+    assert formula_of("palm with the reported parameter count (hf-nanotron)") is hf_nanotron
+    assert formula_of("nvidia model-FLOPs (TFLOP/s/GPU reported)") is nvidia_dgxc
+    assert formula_of("nvidia model-FLOPs (TFLOP/s/GPU reported, no MFU)") is nvidia_model_flops
     assert formula_of("logged by the framework") is None
 
 
@@ -58,48 +78,108 @@ def test_mfu_of_a_row() -> None:
     assert recomputed_mfu(row | {"layers": "many"}) is None
 
 
-def errors_of(name: str, key: str = "") -> dict[str, float]:
-    """Relative error of the recomputed MFU of each row that prints one, by row_id."""
+def test_models_with_experts_have_no_formula() -> None:
+    row = {
+        "mfu_formula": "palm",
+        "layers": "2",
+        "hidden": "4",
+        "heads": "2",
+        "vocab": "10",
+        "seq_len": "8",
+        "n_experts": "4",
+    }
+    with pytest.raises(Reject, match="experts"):
+        Sizes.of(row)
+    assert recomputed_tflops(row | {"step_time_s": "1", "global_batch": "1", "n_gpus": "1"}) is None
+
+
+@pytest.mark.parametrize(("cell", "params"), [("", 0.0), ("1.34G", 1.34e9), ("80B", 80e9), ("12", 12.0)])
+def test_parameters_as_logged(cell: str, params: float) -> None:
+    row = {"layers": "2", "hidden": "4", "heads": "2", "vocab": "10", "seq_len": "8", "params_reported": cell}
+    assert Sizes.of(row).logged_params == pytest.approx(params)
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """Rows of a published table."""
     path = TABLES / f"{name}.csv"
     if not path.is_file():
         pytest.skip(f"the published table {name}.csv is not at hand")
-    rows = [
-        r for r in read_table(path).rows if r["mfu"] and r["step_time_s"] and r["mfu_formula"].startswith(key)
-    ]
+    return read_table(path).rows
+
+
+def errors_of(name: str, key: str = "") -> dict[str, float]:
+    """Relative error of the recomputed MFU of each row that prints one, by row_id."""
+    rows = [r for r in published(name) if r["mfu"] and r["step_time_s"] and r["mfu_formula"].startswith(key)]
     found = {r["row_id"]: (recomputed_mfu(r), float(r["mfu"])) for r in rows}
     assert all(ours for ours, _ in found.values()), "every row is recomputed"
     return {row: (ours or 0.0) / printed - 1 for row, (ours, printed) in found.items()}
 
 
-@pytest.mark.parametrize("name", ["mosaic_llm_foundry"])
-def test_tables_without_exceptions(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("mosaic_llm_foundry", 0.001),  # its documents say 1 %, at most 3.6 %: no such row is among these
+        ("hf_nanotron", 0.001),  # with the parameters as logged; printed with five decimals
+        ("kempnerforge", 0.0035),
+        ("torchtitan", 0.001),
+        ("stas_ml_engineering", 0.001),  # derived by the same formula
+    ],
+)
+def test_tables_without_exceptions(name: str, most: float) -> None:
     errors = errors_of(name)
-    assert len(errors) >= 50
-    assert max(map(abs, errors.values())) <= 0.01
+    rows = {r["row_id"]: r for r in published(name)}
+    assert len(errors) >= 5
+    last_digit = {row: 0.6e-5 / float(rows[row]["mfu"]) for row in errors}
+    assert all(abs(e) <= most + last_digit[row] for row, e in errors.items())
 
 
 def test_aleph_alpha_means_of_ratios() -> None:
-    """The source averages the MFU of single steps: a few rows are up to 3.1 % from the ratio of means."""
+    """The source averages the MFU of single steps. Its check says up to 3 % in a few 8k rows: 3.08 % in one, and 1.76 %
+    in one 2k row; all others are within 1 %."""
     errors = [abs(e) for e in errors_of("aleph_alpha_want2023").values()]
     assert sum(e <= 0.01 for e in errors) / len(errors) >= 0.98
     assert max(errors) <= 0.031
 
 
 def test_megatron_2022() -> None:
-    """Printed TFLOP/s are rounded; one row is off by 1.02 %."""
-    errors = [abs(e) for e in errors_of("megatron_tables", "megatron-2022").values()]
-    assert len(errors) >= 4
-    assert sum(e <= 0.01 for e in errors) >= len(errors) - 1
-    assert max(errors) <= 0.0105
+    """The selective-recompute table within 0.5 %; the H100 table prints whole percents, so within half a percent point."""
+    errors = errors_of("megatron_tables", "megatron-2022")
+    rows = {r["row_id"]: r for r in published("megatron_tables")}
+    whole_percents = {row for row in errors if len(rows[row]["mfu"]) <= 4}
+    assert all(abs(e) <= 0.005 for row, e in errors.items() if row not in whole_percents)
+    assert all(abs(errors[row]) * float(rows[row]["mfu"]) <= 0.005 for row in whole_percents)
+    assert sum(abs(e) <= 0.01 for e in errors.values()) >= len(errors) - 1
+
+
+def test_megatron_2021_prints_hardware_utilization() -> None:
+    """TFLOP/s with the recomputed forward as printed; the MFU column, derived, is that of the formula of 2022."""
+    rows = [r for r in published("megatron_tables") if r["mfu_formula"].startswith("megatron-2021-hardware")]
+    assert rows
+    for row in rows:
+        assert recomputed_tflops(row) == pytest.approx(float(row["tflops_per_gpu"]), rel=0.001)
+        assert recomputed_mfu(row) == pytest.approx(float(row["mfu"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("nvidia_nemo_2407", 0.001), ("nvidia_megatron_bridge", 0.01), ("megatron_tables", 0.005)],
+)
+def test_printed_tflops(name: str, most: float) -> None:
+    """One row of Megatron-Bridge prints a throughput and TFLOP/s that do not belong together (2.3 %)."""
+    rows = [r for r in published(name) if r["qc"] == "ok" and r["tflops_per_gpu"]]
+    found = [(recomputed_tflops(r), float(r["tflops_per_gpu"])) for r in rows]
+    errors = [abs(ours / printed - 1) for ours, printed in found if ours]
+    assert len(errors) >= 5
+    assert sum(e > most for e in errors) <= (1 if name == "nvidia_megatron_bridge" else 0)
+    assert max(errors) <= 0.025
 
 
 def test_nvidia_dgxc_but_for_the_nemotron_constant() -> None:
     """Nemotron-4 15B used a constant 13 % too high before the tag v25.04: 4.345e14 instead of 3.85e14 a sequence."""
-    path = TABLES / "nvidia_dgxc.csv"
     errors = errors_of("nvidia_dgxc")
-    rows = {r["row_id"]: r for r in read_table(path).rows}
+    rows = {r["row_id"]: r for r in published("nvidia_dgxc")}
     constant = {row for row in errors if "4.345e+14" in rows[row]["notes"]}
+    assert {rows[row]["model"].split()[0] for row in constant} == {"Nemotron4"}
     assert all(abs(e) <= 0.01 for row, e in errors.items() if row not in constant)
     corrected = [(1 + errors[row]) * 4.345 / 3.85 - 1 for row in constant]
-    assert corrected
     assert max(map(abs, corrected)) <= 0.01

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llmprof.judge.cells import Reject, flag, number, required, text
+from llmprof.judge.cells import Reject, flag, number, positive, required, text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What the formulas count with."""
+    """What the formulas count with.
+
+    Attributes:
+        params: N.
+        logged_params: N as the run's own log has it: a tied matrix twice under pipeline parallelism; 0 where not logged.
+    """
 
     layers: int
     hidden: int
@@ -26,14 +31,17 @@ class Sizes:
     seq: int
     gated: bool
     params: float
+    logged_params: float = 0.0
 
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Sizes:
         """Sizes of a row.
 
         Raises:
-            Reject: a size is missing, or no number.
+            Reject: a size is missing, or no number; or the model has experts, for which no formula here is meant.
         """
+        if number(row, "n_experts"):
+            raise Reject("no formula for experts")
         heads = required(row, "heads")
         kv_heads = text(row, "kv_heads")
         hidden = required(row, "hidden")
@@ -47,6 +55,7 @@ class Sizes:
             seq=required(row, "seq_len"),
             gated=bool(flag(row, "gated_mlp")),
             params=(number(row, "params_B") or 0.0) * 1e9,
+            logged_params=_scaled(text(row, "params_reported")),
         )
 
     @property
@@ -64,6 +73,15 @@ class Sizes:
     def full_attention(self) -> int:
         """12 L h s: both matmuls over the full square, forward and backward."""
         return 12 * self.layers * self.hidden * self.seq
+
+
+_SCALES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def _scaled(cell: str) -> float:
+    """A number such as "1.34G"; 0 where the cell is empty."""
+    scale = _SCALES.get(cell[-1:].upper(), 1.0)
+    return scale * (number({"params": cell if scale == 1.0 else cell[:-1]}, "params") or 0.0)
 
 
 def palm(z: Sizes) -> float:
@@ -92,8 +110,18 @@ def mosaic(z: Sizes) -> float:
 
 
 def nvidia_dgxc(z: Sizes) -> float:
-    """6 (W + E) + 12 L h s: the head once, no input embedding (constants of NVIDIA's benchmark recipes)."""
+    """6 (W + E) + 12 L h s: the head once, no input embedding (constants of NVIDIA's benchmark recipes, NeMo 24.07)."""
     return 6 * (z.block_weights + z.embedding) + z.full_attention
+
+
+def nvidia_model_flops(z: Sizes) -> float:
+    """6 (W + E) + 6 L h s: as `nvidia_dgxc` with attention halved (TFLOP/s of Megatron-Bridge's performance pages)."""
+    return 6 * (z.block_weights + z.embedding) + z.full_attention / 2
+
+
+def hf_nanotron(z: Sizes) -> float:
+    """6 N + 12 L h s, N as logged."""
+    return 6 * z.logged_params + z.full_attention
 
 
 def stas(z: Sizes) -> float:
@@ -107,9 +135,17 @@ FORMULAS: dict[str, Callable[[Sizes], float]] = {
     "megatron-2021-hardware": megatron_2021_hardware,
     "mosaic": mosaic,
     "nvidia-dgxc": nvidia_dgxc,
+    "nvidia model-FLOPs (TFLOP/s/GPU reported)": nvidia_dgxc,
+    "nvidia model-FLOPs (TFLOP/s/GPU reported, no MFU)": nvidia_model_flops,
+    "palm with the reported parameter count": hf_nanotron,
     "6N(all)+causal attention": stas,
 }
 """Formula by the first words of a table's `mfu_formula`; the longest that fits counts."""
+MODEL_FORMULAS: dict[Callable[[Sizes], float], Callable[[Sizes], float]] = {
+    megatron_2021_hardware: megatron_2022
+}
+"""Where a formula counts hardware FLOPs, the one of the same authors that counts the model's. Not 6/8 of it: of the head,
+which is not recomputed, the older formula counts no second forward either, so 6/8 would be up to 2 % low."""
 
 
 def formula_of(cell: str) -> Callable[[Sizes], float] | None:
@@ -118,18 +154,30 @@ def formula_of(cell: str) -> Callable[[Sizes], float] | None:
     return FORMULAS[max(keys, key=len)] if keys else None
 
 
-def recomputed_mfu(row: Mapping[str, str]) -> float | None:
-    """MFU of a row by its source's own formula, from its step time; None where something is missing.
+def recomputed_tflops(row: Mapping[str, str]) -> float | None:
+    """TFLOP/s of each GPU as the source counts them, from the step time; None where something is missing."""
+    formula = formula_of(text(row, "mfu_formula"))
+    return None if formula is None else _tflops(row, formula)
 
-    FLOPs per token x global batch x sequence length / (step time x GPUs x the peak that the source divides by).
-    """
+
+def recomputed_mfu(row: Mapping[str, str]) -> float | None:
+    """MFU of a row as the source counts it, over the peak that the source divides by; None where something is missing."""
     formula = formula_of(text(row, "mfu_formula"))
     try:
-        values = [number(row, key) for key in ("step_time_s", "global_batch", "n_gpus", "peak_tflops_ref")]
+        peak_tflops = positive(row, "peak_tflops_ref")
+    except Reject:
+        return None
+    tflops = None if formula is None else _tflops(row, MODEL_FORMULAS.get(formula, formula))
+    return None if tflops is None or peak_tflops is None else tflops / peak_tflops
+
+
+def _tflops(row: Mapping[str, str], formula: Callable[[Sizes], float]) -> float | None:
+    """FLOPs per token x global batch x sequence length / (step time x GPUs)."""
+    try:
+        step_s, batch, gpus = (positive(row, key) for key in ("step_time_s", "global_batch", "n_gpus"))
         sizes = Sizes.of(row)
     except Reject:
         return None
-    if formula is None or not all(values):
+    if step_s is None or batch is None or gpus is None:
         return None
-    step_s, batch, gpus, peak_tflops = (value or 0.0 for value in values)
-    return formula(sizes) * batch * sizes.seq / (step_s * gpus * peak_tflops * 1e12)
+    return formula(sizes) * batch * sizes.seq / (step_s * gpus * 1e12)
