@@ -132,6 +132,8 @@ def test_cells_become_numbers_or_a_reason() -> None:
         "e": "many",
         "f": "2.5",
         "g": "inf",
+        "h": "1e300",
+        "z": "0",
         "y": "1",
         "n": "false",
     }
@@ -140,7 +142,9 @@ def test_cells_become_numbers_or_a_reason() -> None:
     assert number(row, "missing") is None
     assert whole(row, "a") == 3
     assert (flag(row, "y"), flag(row, "n"), flag(row, "b")) == (True, False, None)
-    for column, read in (("c", number), ("e", number), ("g", number), ("d", positive), ("f", whole)):
+    for column, read in (
+        ("c", number), ("e", number), ("g", number), ("d", positive), ("z", positive), ("f", whole), ("h", whole),
+    ):  # fmt: skip
         with pytest.raises(Reject) as caught:
             read(row, column)
         assert column in caught.value.reason

@@ -8,6 +8,8 @@ from math import isfinite
 
 Row = Mapping[str, str]
 """Cells of one row by column; "" is empty."""
+LARGEST_WHOLE = 1 << 53
+"""Whole numbers up to here are exact as floats; none in a table of measurements is larger."""
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -69,6 +71,8 @@ def whole(row: Row, column: str) -> int | None:
     value = positive(row, column)
     if value is not None and value != int(value):
         raise Reject(f"not a whole number: {column}")
+    if value is not None and value > LARGEST_WHOLE:
+        raise Reject(f"too large: {column}")
     return None if value is None else int(value)
 
 
