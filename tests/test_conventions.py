@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from llmprof.judge.cells import Reject
 from llmprof.judge.conventions import (
     Sizes,
+    flops_per_step,
     formula_of,
     hf_nanotron,
     mosaic,
@@ -64,6 +66,37 @@ def test_a_cell_names_the_longest_key() -> None:
     assert formula_of("nvidia model-FLOPs (TFLOP/s/GPU reported)") is nvidia_dgxc
     assert formula_of("nvidia model-FLOPs (TFLOP/s/GPU reported, no MFU)") is nvidia_model_flops
     assert formula_of("logged by the framework") is None
+    assert formula_of("palms, counted") is None
+    assert formula_of("megatron-2022b") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "formula"),
+    [
+        ("palm", palm),
+        ("megatron-2022", megatron),
+        ("megatron-2021-hardware", hardware),
+        ("mosaic", mosaic),
+        ("nvidia-dgxc", nvidia_dgxc),
+        ("nvidia model TFLOP/s", nvidia_model_flops),
+        ("stas", stas),
+        ("hf-nanotron", hf_nanotron),
+    ],
+)
+def test_each_key_by_its_own_name(key: str, formula: Callable[[Sizes], float]) -> None:
+    assert formula_of(key) is formula
+    assert formula_of(f"{key} (more words)") is formula
+
+
+def test_parameters_from_the_shape_where_the_table_has_none() -> None:
+    bare = replace(TINY, params=0.0, logged_params=0.0)  # blocks 480, an embedding 40, positions 8 x 4
+    assert palm(bare) == pytest.approx(6 * (480 + 2 * 40) + 768)
+    assert stas(bare) == pytest.approx(6 * (480 + 2 * 40) + 384)
+    assert mosaic(bare) == pytest.approx(6 * (480 + 40 + 32) + 768)
+    with pytest.raises(Reject, match="params_reported"):
+        hf_nanotron(bare)
+    with pytest.raises(Reject, match="ffn_hidden"):
+        palm(replace(bare, ffn=0))
 
 
 def test_mfu_of_a_row() -> None:
@@ -73,7 +106,11 @@ def test_mfu_of_a_row() -> None:
     }  # fmt: skip
     # 6768 FLOPs a token x 24 tokens over 0.5 s x 4 x 1e9
     assert recomputed_mfu(row) == pytest.approx(6768 * 24 / 2e9)
+    assert flops_per_step(row, palm) == pytest.approx(6768 * 24)
     assert recomputed_mfu(row | {"step_time_s": ""}) is None
+    assert recomputed_mfu(row | {"params_B": "-1"}) is None
+    assert recomputed_mfu(row | {"params_B": "", "gated_mlp": "1"}) is None
+    assert recomputed_mfu(row | {"peak_tflops_ref": ""}) is None
     assert recomputed_mfu(row | {"mfu_formula": "ours"}) is None
     assert recomputed_mfu(row | {"layers": "many"}) is None
 
@@ -120,7 +157,7 @@ def errors_of(name: str, key: str = "") -> dict[str, float]:
     [
         ("mosaic_llm_foundry", 0.001),  # its documents say 1 %, at most 3.6 %: no such row is among these
         ("hf_nanotron", 0.001),  # with the parameters as logged; printed with five decimals
-        ("kempnerforge", 0.0035),
+        ("kempnerforge", 0.003),
         ("torchtitan", 0.001),
         ("stas_ml_engineering", 0.001),  # derived by the same formula
     ],
@@ -134,21 +171,51 @@ def test_tables_without_exceptions(name: str, most: float) -> None:
 
 
 def test_aleph_alpha_means_of_ratios() -> None:
-    """The source averages the MFU of single steps. Its check says up to 3 % in a few 8k rows: 3.08 % in one, and 1.76 %
-    in one 2k row; all others are within 1 %."""
-    errors = [abs(e) for e in errors_of("aleph_alpha_want2023").values()]
-    assert sum(e <= 0.01 for e in errors) / len(errors) >= 0.98
-    assert max(errors) <= 0.031
+    """The source averages the MFU of single steps, so a run with uneven steps differs from its mean step time.
+
+    The documents of the table say 0.1 % for most rows and up to 3 % in a few of 8k tokens. Two of 165 are beyond 1 %,
+    and neither is quite as documented: one of 8k tokens is 3.08 % off, one of 2k tokens 1.76 %.
+    """
+    errors = {row: abs(e) for row, e in errors_of("aleph_alpha_want2023").items()}
+    beyond = {row: round(e, 4) for row, e in errors.items() if e > 0.01}
+    assert len(errors) == 165
+    assert sum(e <= 0.001 for e in errors.values()) == 144
+    assert beyond == {"aleph_alpha_want2023:0307": 0.0308, "aleph_alpha_want2023:0778": 0.0176}
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("aleph_alpha_want2023", palm),
+        ("kempnerforge", palm),
+        ("torchtitan", palm),
+        ("mosaic_llm_foundry", mosaic),
+        ("stas_ml_engineering", stas),
+    ],
+)
+def test_the_shape_alone_gives_the_same_flops(name: str, formula: Callable[[Sizes], float]) -> None:
+    """N counted from the shape, without norms and biases, is at most 0.1 % below the one in the table."""
+    rows = [r for r in published(name) if formula_of(r["mfu_formula"]) is formula]
+    assert rows
+    for row in rows:
+        bare = flops_per_step(row | {"params_B": ""}, formula)
+        assert bare == pytest.approx(flops_per_step(row, formula), rel=0.0011)
 
 
 def test_megatron_2022() -> None:
-    """The selective-recompute table within 0.5 %; the H100 table prints whole percents, so within half a percent point."""
+    """The selective-recompute table within 0.5 %; the H100 table prints whole percents, which ours round to.
+
+    Seven of the eight are within 1 %; the last, 46.47 % printed as 46 %, is 1.02 % off.
+    """
     errors = errors_of("megatron_tables", "megatron-2022")
     rows = {r["row_id"]: r for r in published("megatron_tables")}
-    whole_percents = {row for row in errors if len(rows[row]["mfu"]) <= 4}
+    whole_percents = {row for row in errors if row.startswith("megatron_weak_scaling_h100_2024")}
+    assert len(errors) == 8
+    assert len(whole_percents) == 4
     assert all(abs(e) <= 0.005 for row, e in errors.items() if row not in whole_percents)
-    assert all(abs(errors[row]) * float(rows[row]["mfu"]) <= 0.005 for row in whole_percents)
-    assert sum(abs(e) <= 0.01 for e in errors.values()) >= len(errors) - 1
+    assert all(round(recomputed_mfu(rows[r]) or 0, 2) == float(rows[r]["mfu"]) for r in whole_percents)
+    beyond = {row: round(e, 4) for row, e in errors.items() if abs(e) > 0.01}
+    assert beyond == {"megatron_weak_scaling_h100_2024:0004": 0.0102}
 
 
 def test_megatron_2021_prints_hardware_utilization() -> None:
@@ -175,11 +242,20 @@ def test_printed_tflops(name: str, most: float) -> None:
 
 
 def test_nvidia_dgxc_but_for_the_nemotron_constant() -> None:
-    """Nemotron-4 15B used a constant 13 % too high before the tag v25.04: 4.345e14 instead of 3.85e14 a sequence."""
+    """Nemotron-4 15B used a constant 13 % too high before the tag v25.04: 4.345e14 instead of 3.85e14 a sequence.
+
+    That is 32 of 108 rows, all 11.4 % below the printed MFU; the other 76 are within 0.3 %.
+    """
     errors = errors_of("nvidia_dgxc")
     rows = {r["row_id"]: r for r in published("nvidia_dgxc")}
-    constant = {row for row in errors if "4.345e+14" in rows[row]["notes"]}
-    assert {rows[row]["model"].split()[0] for row in constant} == {"Nemotron4"}
-    assert all(abs(e) <= 0.01 for row, e in errors.items() if row not in constant)
+    old_tags = ("v24.11.1", "v25.02.02")
+    constant = {
+        row
+        for row in errors
+        if rows[row]["model"].startswith("Nemotron4 15b") and rows[row]["framework_version"] in old_tags
+    }
+    assert (len(errors), len(constant)) == (108, 32)
+    assert constant == {row for row, e in errors.items() if abs(e) > 0.003}
+    assert all(errors[row] == pytest.approx(-0.114, abs=0.001) for row in constant)
     corrected = [(1 + errors[row]) * 4.345 / 3.85 - 1 for row in constant]
-    assert max(map(abs, corrected)) <= 0.01
+    assert max(map(abs, corrected)) <= 0.002

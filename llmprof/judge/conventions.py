@@ -7,10 +7,11 @@ h hidden, s tokens per sequence, V vocabulary. All are FLOPs per token, forward 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llmprof.judge.cells import Reject, flag, number, positive, required, text
+from llmprof.judge.cells import Reject, flag, number, positive, required, text, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +19,8 @@ class Sizes:
     """What the formulas count with.
 
     Attributes:
-        params: N.
+        ffn: width of one up projection; 0 where it is not stated and has no usual value (gated).
+        params: N as the table has it; 0 where it has none.
         logged_params: N as the run's own log has it: a tied matrix twice under pipeline parallelism; 0 where not logged.
     """
 
@@ -45,16 +47,17 @@ class Sizes:
         heads = required(row, "heads")
         kv_heads = text(row, "kv_heads")
         hidden = required(row, "hidden")
+        gated = bool(flag(row, "gated_mlp"))
         return cls(
             layers=required(row, "layers"),
             hidden=hidden,
-            ffn=required(row, "ffn_hidden") if text(row, "ffn_hidden") else 4 * hidden,
+            ffn=whole(row, "ffn_hidden") or (0 if gated else 4 * hidden),
             heads=heads,
             kv_heads=required(row, "kv_heads") if kv_heads else heads,
             vocab=required(row, "vocab"),
             seq=required(row, "seq_len"),
-            gated=bool(flag(row, "gated_mlp")),
-            params=(number(row, "params_B") or 0.0) * 1e9,
+            gated=gated,
+            params=(positive(row, "params_B") or 0.0) * 1e9,
             logged_params=_scaled(text(row, "params_reported")),
         )
 
@@ -65,7 +68,13 @@ class Sizes:
 
     @property
     def block_weights(self) -> float:
-        """W: L (2 h^2 + 2 h^2 kv / heads + (2, gated 3) h ffn)."""
+        """W: L (2 h^2 + 2 h^2 kv / heads + (2, gated 3) h ffn).
+
+        Raises:
+            Reject: the width of the feed-forward is not known.
+        """
+        if not self.ffn:
+            raise Reject("empty cell: ffn_hidden")
         attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
         return self.layers * (attention + (3 if self.gated else 2) * self.hidden * self.ffn)
 
@@ -81,12 +90,15 @@ _SCALES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 def _scaled(cell: str) -> float:
     """A number such as "1.34G"; 0 where the cell is empty."""
     scale = _SCALES.get(cell[-1:].upper(), 1.0)
-    return scale * (number({"params": cell if scale == 1.0 else cell[:-1]}, "params") or 0.0)
+    return scale * (positive({"params": cell if scale == 1.0 else cell[:-1]}, "params") or 0.0)
 
 
 def palm(z: Sizes) -> float:
-    """6 N + 12 L h s, both embeddings counted (Chowdhery et al. 2022, appendix B, attention not halved)."""
-    return 6 * z.params + z.full_attention
+    """6 N + 12 L h s, both embeddings counted (Chowdhery et al. 2022, appendix B, attention not halved).
+
+    Where the table has no N, it is W + 2 E.
+    """
+    return 6 * (z.params or z.block_weights + 2 * z.embedding) + z.full_attention
 
 
 def megatron_2022(z: Sizes) -> float:
@@ -105,8 +117,11 @@ def _megatron(z: Sizes, factor: int, head: int) -> float:
 
 
 def mosaic(z: Sizes) -> float:
-    """6 N + 12 L h s, N with the tied embedding once (llm-foundry's benchmark page)."""
-    return 6 * z.params + z.full_attention
+    """6 N + 12 L h s, N with the tied embedding once and the position table (llm-foundry's benchmark page).
+
+    Where the table has no N, it is W + E + s h.
+    """
+    return 6 * (z.params or z.block_weights + z.embedding + z.seq * z.hidden) + z.full_attention
 
 
 def nvidia_dgxc(z: Sizes) -> float:
@@ -120,13 +135,19 @@ def nvidia_model_flops(z: Sizes) -> float:
 
 
 def hf_nanotron(z: Sizes) -> float:
-    """6 N + 12 L h s, N as logged."""
+    """6 N + 12 L h s, N as logged (Hugging Face's H100 sweep).
+
+    Raises:
+        Reject: N as logged is not known: with tied embeddings it depends on the layout.
+    """
+    if not z.logged_params:
+        raise Reject("empty cell: params_reported")
     return 6 * z.logged_params + z.full_attention
 
 
 def stas(z: Sizes) -> float:
-    """6 N + 6 L h s: attention halved."""
-    return 6 * z.params + z.full_attention / 2
+    """6 N + 6 L h s, both embeddings counted, attention halved (Bekman's ml-engineering book)."""
+    return palm(z) - z.full_attention / 2
 
 
 FORMULAS: dict[str, Callable[[Sizes], float]] = {
@@ -135,9 +156,12 @@ FORMULAS: dict[str, Callable[[Sizes], float]] = {
     "megatron-2021-hardware": megatron_2021_hardware,
     "mosaic": mosaic,
     "nvidia-dgxc": nvidia_dgxc,
+    "nvidia model TFLOP/s": nvidia_model_flops,
     "nvidia model-FLOPs (TFLOP/s/GPU reported)": nvidia_dgxc,
     "nvidia model-FLOPs (TFLOP/s/GPU reported, no MFU)": nvidia_model_flops,
+    "hf-nanotron": hf_nanotron,
     "palm with the reported parameter count": hf_nanotron,
+    "stas": stas,
     "6N(all)+causal attention": stas,
 }
 """Formula by the first words of a table's `mfu_formula`; the longest that fits counts."""
@@ -150,7 +174,7 @@ which is not recomputed, the older formula counts no second forward either, so 6
 
 def formula_of(cell: str) -> Callable[[Sizes], float] | None:
     """The formula that a cell of `mfu_formula` names, None for another."""
-    keys = [key for key in FORMULAS if cell.strip().startswith(key)]
+    keys = [key for key in FORMULAS if re.match(rf"\s*{re.escape(key)}(?![\w-])", cell)]
     return FORMULAS[max(keys, key=len)] if keys else None
 
 
@@ -171,13 +195,20 @@ def recomputed_mfu(row: Mapping[str, str]) -> float | None:
     return None if tflops is None or peak_tflops is None else tflops / peak_tflops
 
 
+def flops_per_step(row: Mapping[str, str], formula: Callable[[Sizes], float]) -> float:
+    """FLOPs of a step on all GPUs by a formula: FLOPs per token x global batch (sequences) x sequence length (tokens).
+
+    Raises:
+        Reject: a cell that the formula needs is missing, or no number; or no formula is meant for the model.
+    """
+    sizes = Sizes.of(row)
+    return formula(sizes) * required(row, "global_batch") * sizes.seq
+
+
 def _tflops(row: Mapping[str, str], formula: Callable[[Sizes], float]) -> float | None:
-    """FLOPs per token x global batch x sequence length / (step time x GPUs)."""
+    """FLOPs of a step / (step time x GPUs)."""
     try:
-        step_s, batch, gpus = (positive(row, key) for key in ("step_time_s", "global_batch", "n_gpus"))
-        sizes = Sizes.of(row)
+        step_s, gpus = positive(row, "step_time_s"), required(row, "n_gpus")
+        return None if step_s is None else flops_per_step(row, formula) / (step_s * gpus * 1e12)
     except Reject:
         return None
-    if step_s is None or batch is None or gpus is None:
-        return None
-    return formula(sizes) * batch * sizes.seq / (step_s * gpus * 1e12)
