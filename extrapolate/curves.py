@@ -82,14 +82,16 @@ class Curve:
         bytes_ = np.array([max(r.work.bytes, 1) for r in rows], dtype=float)
         times = np.array([r.time_s for r in rows])
         self.roofline = fit_roofline(flops, bytes_, times, by_flops=by_flops)
-        self._points = np.log(np.stack([flops, bytes_], axis=1))
+        self._points = np.log(np.stack([flops, bytes_]))
+        measure = self._points[0 if by_flops else 1]
+        self._range = float(measure.min()), float(measure.max())
         self._corrections = np.log(times / self.roofline.at(flops, bytes_))
         self.residual = _residual(self._points, self._corrections, [r.operator for r in rows])
 
     def estimate(self, work: Work, *, stranger: bool = False) -> Estimate:
         """Time of some work; `stranger` when the operator is not in the curve."""
         at = np.log(np.array([max(work.flops, 1), max(work.bytes, 1)], dtype=float))
-        correction, nearest = _nearby(self._points, self._corrections, at)
+        correction, nearest = _nearby(_distances(self._points, at), self._corrections)
         base = self.roofline.at(np.exp(at[:1]), np.exp(at[1:]))
         least = STRANGER_SPREAD if stranger and self.num_operators == 1 else MIN_SPREAD
         spread = max(self.residual, least) + SPREAD_PER_OCTAVE * self._octaves_outside(at)
@@ -97,9 +99,9 @@ class Curve:
         return Estimate(float(base[0]) * exp(correction), min(MAX_SPREAD, spread), names)
 
     def _octaves_outside(self, at: Array) -> float:
-        column = 0 if self.by_flops else 1
-        low, high = float(self._points[:, column].min()), float(self._points[:, column].max())
-        return max(0.0, low - float(at[column]), float(at[column]) - high) / log(2)
+        axis = 0 if self.by_flops else 1
+        low, high = self._range
+        return max(0.0, low - float(at[axis]), float(at[axis]) - high) / log(2)
 
 
 def fit_roofline(flops: Array, bytes_: Array, times: Array, *, by_flops: bool) -> Roofline:
@@ -120,12 +122,25 @@ def fit_roofline(flops: Array, bytes_: Array, times: Array, *, by_flops: bool) -
     return best
 
 
-def _nearby(points: Array, values: Array, at: Array) -> tuple[float, list[int]]:
-    """Inverse-square-distance mean of the nearest values, and their indices."""
-    distance = ((points - at) ** 2).sum(axis=1)
-    nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
+def _distances(points: Array, at: Array) -> Array:
+    """Squared distances of points, shape (2, n), from one, shape (2,)."""
+    return np.asarray((points[0] - at[0]) ** 2 + (points[1] - at[1]) ** 2)
+
+
+def _nearby(distance: Array, values: Array) -> tuple[float, list[int]]:
+    """Inverse-square-distance mean of the nearest values, and their indices; of equally far ones the first come first."""
+    nearest = _smallest(distance)
     weight = 1.0 / (distance[nearest] + 1e-6)
     return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
+
+
+def _smallest(distance: Array) -> NDArray[np.intp]:
+    """Indices of the _NEIGHBOURS smallest values in order, as a stable sort gives them, without sorting all of them."""
+    if len(distance) <= 4 * _NEIGHBOURS:
+        return np.argsort(distance, kind="stable")[:_NEIGHBOURS]
+    bound = np.partition(distance, _NEIGHBOURS - 1)[_NEIGHBOURS - 1]
+    (candidates,) = np.nonzero(distance <= bound)
+    return candidates[np.argsort(distance[candidates], kind="stable")[:_NEIGHBOURS]]
 
 
 def _residual(points: Array, corrections: Array, operators: list[str]) -> float:
@@ -135,10 +150,11 @@ def _residual(points: Array, corrections: Array, operators: list[str]) -> float:
     """
     if len(corrections) < 3:
         return LONE_SPREAD
-    left_out = np.array(operators) if len(set(operators)) > 1 else np.arange(len(operators)).astype(str)
+    names = np.array(operators) if len(set(operators)) > 1 else None
     errors = []
     for i in range(len(operators)):
-        rest = left_out != left_out[i]
-        predicted, _ = _nearby(points[rest], corrections[rest], points[i])
+        distance = _distances(points, points[:, i])
+        distance[i if names is None else names == names[i]] = inf
+        predicted, _ = _nearby(distance, corrections)
         errors.append(predicted - corrections[i])
     return float(np.clip(np.sqrt(np.mean(np.square(errors))), MIN_SPREAD, MAX_SPREAD))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from math import log, sqrt
 
 import numpy as np
@@ -98,6 +99,8 @@ def _mean_s(rows: list[OperatorRow]) -> float:
 
     A mean, so that the captured step adds up; an outlier is a call that waited for the machine.
     """
+    if len(rows) == 1:
+        return rows[0].time_us * 1e-6
     weights = np.array([max(r.count, 1e-9) for r in rows])
     times = np.array([r.time_us * 1e-6 for r in rows])
     order = np.argsort(times)
@@ -156,5 +159,6 @@ def _costs(row: OperatorRow) -> bool:
     return row.family not in ("view", "allocation", "collective")
 
 
+@lru_cache(maxsize=4096)
 def _bare(op: str) -> str:
     return split_name(op)[1].removesuffix("_")

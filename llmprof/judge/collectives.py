@@ -3,95 +3,158 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.collective import CollectivePrices, wire_share
-from llmprof.judge.cells import Reject, number, positive, required, text, whole
-from llmprof.judge.priced import Item, score_items
+from llmprof.extrapolate.collective import POINT_TO_POINT, CollectivePrices, wire_share
+from llmprof.judge.cells import Reject, positive, required, text, whole
+from llmprof.judge.priced import SEEDS, Item, Scoring, score_items
 from llmprof.judge.result import TableScores
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
-from llmprof.schema.fabric import build_cluster
+from llmprof.schema.cluster import Cluster, LinkLevel
+from llmprof.schema.fabric import build_cluster, usual_machine
 from llmprof.schema.priors import load_priors
 from llmprof.schema.profile import CollectiveRow, Manifest, Profile
 
 KINDS = {"send_recv": "send"}
+PRICED = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *POINT_TO_POINT})
 PROVENANCE = ("size convention as logged", "gpu unstated", "gpu and message size unstated", "n_gpus=")
 """Remarks of `qc` that say where a figure comes from, not that it is wrong."""
+RESOLUTIONS_US = {"vidur_network": 1.0, "estimate_train_time_nccl": 0.2}
+"""Smallest step of a source's clock (microseconds)."""
 NAIVE_SHARE = 0.7
 """Of the link's bandwidth: the usual share in a back-of-envelope estimate, assumed."""
 
 
-def score_collectives(table: Table, *, fit: Fit | None = None) -> TableScores:
-    """Score a table of collectives.
+class _Work(NamedTuple):
+    """What a row timed; `machine` names the cluster, `span` is over devices of it."""
 
-    The naive forecast moves what each rank sends at a share of the link's bandwidth: the median share that fitted rows
-    reach, else NAIVE_SHARE; the second is the nearest fitted row of the stratum, scaled by its size.
+    machine: tuple[str, int, str]
+    cluster: Cluster
+    kind: str
+    size_bytes: int
+    ranks: int
+    span: int
+
+
+def score_collectives(table: Table, *, fit: Fit | None = None, seeds: int = SEEDS) -> TableScores:
+    """Score a table of collectives, back-to-back calls on otherwise idle links.
+
+    A row's group takes `gpus_per_node` devices of `n_nodes` machines as they are usual for the device, evenly spread;
+    the cell `link` names what joins them. Fitted rows of one machine are a sweep measured there; as captured rows do not
+    say which link levels they crossed, only those inside its innermost level can be used.
+
+    The naive forecast moves what each rank sends at a share of the link's bandwidth: what the largest fitted message
+    of a stratum reaches, else NAIVE_SHARE; the second is the nearest fitted row of the stratum, scaled by its size.
     """
-    return score_items(table, _read, _price, fit=fit, naive_share=NAIVE_SHARE)
+    scoring = Scoring(
+        read=_read, price=_price, naive_share=NAIVE_SHARE, fitted_share=_largest_share, seeds=seeds
+    )
+    return score_items(table, scoring, fit=fit)
+
+
+def _largest_share(fitted: Sequence[Item]) -> float:
+    largest = max(fitted, key=lambda item: (item.size, item.row_id))
+    return largest.roofline_us / largest.time_us
 
 
 def _read(index: int, row: dict[str, str]) -> Item:
     said = text(row, "qc")
     if said != "ok" and not said.startswith(PROVENANCE):
         raise Reject(f"qc: {re.split(r'[:;(,]', said)[0].strip() or 'empty'}")
-    time_us, size = positive(row, "time_us"), number(row, "size_bytes")
+    time_us = positive(row, "time_us")
     if time_us is None:
         raise Reject("no time")
-    if not size or size < 1:
-        raise Reject("empty cell: size_bytes")
-    kind = KINDS.get(text(row, "op"), text(row, "op"))
-    ranks, per_node = required(row, "n_gpus"), whole(row, "gpus_per_node")
+    work = _work(row)
+    link = _level(work)
+    moved = work.size_bytes * wire_share(work.kind, work.ranks)
     nodes = whole(row, "n_nodes") or 1
-    try:
-        cluster = build_cluster(text(row, "gpu"), devices_per_node=per_node)
-    except ClusterError as error:
-        raise Reject(f"unknown device: {text(row, 'gpu') or 'empty'}") from error
-    span = ranks if nodes == 1 else nodes * cluster.devices_per_node
-    link = next((k for k in cluster.links if k.span == 0 or k.span >= span), cluster.links[-1])
-    moved = size * wire_share(kind, ranks)
+    layout = f"{nodes}x{whole(row, 'gpus_per_node') or work.ranks}"
+    stratum = (text(row, "gpu"), work.kind, text(row, "dtype"), layout, text(row, "algo"))
     return Item(
         index=index,
         row_id=text(row, "row_id"),
-        stratum=" ".join(
-            filter(None, (text(row, "gpu"), kind, text(row, "dtype"), f"{nodes}x{per_node or ranks}"))
-        ),
+        stratum=" ".join(filter(None, stratum)),
         time_us=time_us,
-        size=size,
-        roofline_us=1e6 * moved / link.bandwidth_bytes_per_s,
-        resolution_us=1.0 if text(row, "source") == "vidur_network" else 0.0,
+        size=float(work.size_bytes),
+        roofline_us=1e6 * moved / (link.bandwidth_bytes_per_s / link.oversubscription),
+        resolution_us=RESOLUTIONS_US.get(text(row, "source"), 0.0),
         nodes=nodes,
-        work=(cluster, kind, int(size), ranks, span),
+        work=work,
     )
 
 
+def _work(row: dict[str, str]) -> _Work:
+    size, ranks = required(row, "size_bytes"), required(row, "n_gpus")
+    kind = KINDS.get(text(row, "op"), text(row, "op"))
+    if kind not in PRICED:
+        raise Reject(f"not a collective that is priced: {kind}", defect=True)
+    if ranks < 2:
+        raise Reject("one GPU moves nothing: n_gpus=1")
+    nodes = whole(row, "n_nodes") or 1
+    machine = (text(row, "gpu"), whole(row, "gpus_per_node") or 0, text(row, "link"))
+    try:
+        cluster = _cluster(*machine)
+    except ClusterError as error:
+        raise Reject(f"unknown device: {text(row, 'gpu') or 'empty'}") from error
+    span = ranks if nodes == 1 else nodes * cluster.devices_per_node
+    return _Work((machine[0], cluster.devices_per_node, machine[2]), cluster, kind, size, ranks, span)
+
+
+@lru_cache(maxsize=256)
+def _cluster(gpu: str, group_per_node: int, link: str) -> Cluster:
+    """The machine of a group: the usual one, unless a node of it is too small, or each node gives one device."""
+    usual = usual_machine(gpu).devices_per_node
+    per_node = group_per_node if group_per_node == 1 or group_per_node > usual else usual
+    return build_cluster(gpu, devices_per_node=per_node, intra_name=link, inter_name=link)
+
+
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
-    keys: dict[str, CollectivePrices] = {}
+    sweeps: dict[tuple[str, int, str], list[Item]] = defaultdict(list)
+    for item in fitted:
+        if (
+            _level(item.work) is item.work.cluster.links[0]
+        ):  # rows do not say which of several levels they crossed
+            sweeps[item.work.machine].append(item)
+    prices: dict[tuple[str, int, str], CollectivePrices] = {}
     found = []
     for item in asked:
-        cluster, kind, size, ranks, span = item.work
-        key = repr(cluster)
-        if key not in keys:
-            rows = [_measured(f) for f in fitted if repr(f.work[0]) == key]
-            world = max((f.work[4] for f in fitted if repr(f.work[0]) == key), default=1)
-            profile = Profile(manifest=Manifest(name="table", world_size=world), collectives=tuple(rows))
-            keys[key] = CollectivePrices(profile, cluster, same_device=bool(rows), priors=load_priors())
-        price = keys[key].price(kind, size, ranks, span)
+        work: _Work = item.work
+        if work.machine not in prices:
+            prices[work.machine] = _prices(work.cluster, sweeps[work.machine])
+        price = prices[work.machine].price(work.kind, work.size_bytes, work.ranks, work.span)
         found.append((price.time_s * 1e6, price.spread))
     return found
 
 
+def _prices(cluster: Cluster, sweep: Sequence[Item]) -> CollectivePrices:
+    world = max((item.work.span for item in sweep), default=1)
+    profile = Profile(
+        manifest=Manifest(name="table", world_size=world), collectives=tuple(map(_measured, sweep))
+    )
+    return CollectivePrices(profile, cluster, same_device=bool(sweep), priors=load_priors())
+
+
+def _level(work: _Work) -> LinkLevel:
+    """The innermost level that connects the group."""
+    links = work.cluster.links
+    return next((link for link in links if link.span == 0 or link.span >= work.span), links[-1])
+
+
 def _measured(item: Item) -> CollectiveRow:
-    cluster, kind, size, ranks, _ = item.work
+    work: _Work = item.work
     return CollectiveRow(
         rank=0,
-        kind=kind,
+        kind=work.kind,
         axis="",
-        group_size=ranks,
-        size_bytes=size,
+        group_size=work.ranks,
+        size_bytes=work.size_bytes,
         dtype="",
-        backend=cluster.backend,
+        backend=work.cluster.backend,
         count=1.0,
         time_us=item.time_us,
         time_iqr_us=0.0,

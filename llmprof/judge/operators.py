@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.compute import OperatorPrices, peak_flops
 from llmprof.judge.cells import Reject, positive, text
-from llmprof.judge.op_rows import OpCall, read_calls
-from llmprof.judge.priced import Item, score_items
+from llmprof.judge.op_calls import OpCall
+from llmprof.judge.op_rows import read_calls
+from llmprof.judge.priced import SEEDS, Item, Scoring, score_items
 from llmprof.judge.result import TableScores
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
@@ -18,21 +22,44 @@ from llmprof.schema.operators import MATMUL_FAMILIES, bytes_moved, family, flops
 from llmprof.schema.priors import load_priors
 from llmprof.schema.profile import Manifest, OperatorRow, Profile, SourceRow
 
-RESOLUTIONS_US = {"vidur_compute": 1.0}
-"""Smallest step of a source's clock, where its documentation says one (microseconds)."""
+RESOLUTIONS_US = {"vidur_compute": 1.0, "estimate_train_time_ops": 0.2, "neusight_train_ops": 1.024}
+"""Smallest step of a source's clock, where its times show one (microseconds)."""
+EAGER = "eager"
+"""In the cell `framework`: the host launched one operator after another while the clock ran."""
 
 
-def score_operators(table: Table, *, fit: Fit | None = None) -> TableScores:
-    """Score a table of operators. Times are kernel times: launches and host time are not part of them.
+class _Work(NamedTuple):
+    """What a row timed.
+
+    Attributes:
+        shares: of each call in the row's time: by their assumed prices.
+        launched: the row's time has the launches in it.
+    """
+
+    device: Device
+    calls: tuple[OpCall, ...]
+    shares: tuple[float, ...]
+    launched: bool
+
+
+def score_operators(table: Table, *, fit: Fit | None = None, seeds: int = SEEDS) -> TableScores:
+    """Score a table of operators.
+
+    Times are kernel times. Where the source says that it ran eagerly and looked at the wall clock or at single small
+    calls, a row takes its kernels or their launches, whichever is longer.
+
+    A row of several calls (both gradients of a matmul, a block) is the sum of their prices; when it is fitted, its
+    time is shared among them by their assumed prices.
 
     The naive forecast is the roofline at the median share that the fitted rows of a stratum reach of it, at the prior
     MFU where nothing is fitted; the second is the nearest fitted row of the stratum, scaled by its work.
     """
-    return score_items(table, _read, _price, fit=fit, naive_share=load_priors().mfu)
+    scoring = Scoring(read=_read, price=_price, naive_share=load_priors().mfu, seeds=seeds)
+    return score_items(table, scoring, fit=fit)
 
 
 def _read(index: int, row: dict[str, str]) -> Item:
-    calls = read_calls(row)
+    calls = tuple(read_calls(row))
     time_us = positive(row, "time_us")
     if time_us is None:
         raise Reject("no time")
@@ -40,7 +67,8 @@ def _read(index: int, row: dict[str, str]) -> Item:
         device = find_device(text(row, "gpu"))
     except ClusterError as error:
         raise Reject(f"unknown device: {text(row, 'gpu') or 'empty'}") from error
-    matmul = family(calls[0].op) in MATMUL_FAMILIES
+    kinds = {family(call.op) for call in calls}
+    matmul = not kinds.isdisjoint(MATMUL_FAMILIES)
     work = sum(flops(*call) if matmul else bytes_moved(*call[:3]) for call in calls)
     return Item(
         index=index,
@@ -50,38 +78,62 @@ def _read(index: int, row: dict[str, str]) -> Item:
         size=float(max(work, 1)),
         roofline_us=sum(_roofline_us(call, device) for call in calls),
         resolution_us=RESOLUTIONS_US.get(text(row, "source"), 0.0),
-        nodes=1,
-        work=(device, calls),
+        work=_Work(device, calls, _shares(calls, device), EAGER in text(row, "framework").lower()),
     )
 
 
 def _roofline_us(call: OpCall, device: Device) -> float:
     memory_s = bytes_moved(*call[:3]) / device.bandwidth_bytes_per_s
-    compute_s = flops(*call) / peak_flops(device, call.inputs[0].dtype)
+    compute_s = flops(*call) / peak_flops(device, _dtype(call))
     return 1e6 * max(memory_s, compute_s)
 
 
+def _dtype(call: OpCall) -> str:
+    return (call.inputs or call.outputs)[0].dtype
+
+
+def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[float, ...]:
+    if len(calls) == 1:
+        return (1.0,)
+    prices = _assumed_prices(device.name)
+    times = [prices.price(*call).time_s for call in calls]
+    total = sum(times)
+    return tuple(time / total if total else 0.0 for time in times)
+
+
+@lru_cache(maxsize=64)
+def _assumed_prices(name: str) -> OperatorPrices:
+    device = find_device(name)
+    return OperatorPrices(_profile(device, []), device, same_device=False, priors=load_priors())
+
+
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
+    measured: dict[str, list[OperatorRow]] = defaultdict(list)
+    for item in fitted:
+        measured[item.work.device.name].extend(_measured(item))
     prices: dict[str, OperatorPrices] = {}
     for item in asked:
-        device = item.work[0]
+        device = item.work.device
         if device.name not in prices:
-            rows = [_measured(f) for f in fitted if f.work[0].name == device.name and len(f.work[1]) == 1]
+            rows = measured[device.name]
             prices[device.name] = OperatorPrices(
                 _profile(device, rows), device, same_device=bool(rows), priors=load_priors()
             )
-    found = []
-    for item in asked:
-        device, calls = item.work
-        parts = [prices[device.name].price(*call) for call in calls]
-        time_s = sum(p.time_s for p in parts)
-        # parts of one row share their error
-        spread = sum(p.time_s * p.spread for p in parts) / time_s if time_s else 0.0
-        found.append((time_s * 1e6, spread))
-    return found
+    return [_item_price(item.work, prices[item.work.device.name]) for item in asked]
 
 
-def _profile(device: Device, rows: list[OperatorRow]) -> Profile:
+def _item_price(work: _Work, prices: OperatorPrices) -> tuple[float, float]:
+    """Microseconds, and the spread of the logarithm: of what takes the time."""
+    parts = [prices.price(*call) for call in work.calls]
+    time_s = sum(p.time_s for p in parts)
+    host_s = sum(p.host_s for p in parts) if work.launched else 0.0
+    if host_s > time_s:
+        return host_s * 1e6, load_priors().launch_spread
+    # errors of one family are shared, so that spreads do not average out
+    return time_s * 1e6, sum(p.time_s * p.spread for p in parts) / time_s if time_s else 0.0
+
+
+def _profile(device: Device, rows: Sequence[OperatorRow]) -> Profile:
     source = SourceRow(
         rank=0, hostname="", device=device.kind, device_name=device.name, device_count=1, threads=0,
         memory_bytes=None, backend="", clock="table", software="",
@@ -89,23 +141,26 @@ def _profile(device: Device, rows: list[OperatorRow]) -> Profile:
     return Profile(manifest=Manifest(name="table"), operators=tuple(rows), sources=(source,))
 
 
-def _measured(item: Item) -> OperatorRow:
-    device, (call,) = item.work
-    return OperatorRow(
-        rank=0,
-        op=call.op,
-        family=family(call.op),
-        module="",
-        phase="other",
-        shapes=format_shapes(call.inputs),
-        dtype=call.inputs[0].dtype,
-        attributes=",".join(sorted(call.attributes)),
-        device=device.kind,
-        count=1.0,
-        time_us=item.time_us,
-        time_iqr_us=0.0,
-        time_n=1,
-        exclusive_us=item.time_us,
-        flops=flops(*call),
-        bytes=bytes_moved(*call[:3]),
-    )
+def _measured(item: Item) -> Iterator[OperatorRow]:
+    """Rows as a capture writes them: it sees the inputs of a call, not its outputs."""
+    work: _Work = item.work
+    for call, share in zip(work.calls, work.shares, strict=True):
+        time_us = item.time_us * share
+        yield OperatorRow(
+            rank=0,
+            op=call.op,
+            family=family(call.op),
+            module="",
+            phase="other",
+            shapes=format_shapes(call.inputs),
+            dtype=_dtype(call),
+            attributes=",".join(sorted(call.attributes)),
+            device=work.device.kind,
+            count=1.0,
+            time_us=time_us,
+            time_iqr_us=0.0,
+            time_n=1,
+            exclusive_us=time_us,
+            flops=flops(call.op, call.inputs, (), call.attributes),
+            bytes=bytes_moved(call.op, call.inputs),
+        )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from llmprof.judge.aggregate import score_rows, score_times
 from llmprof.judge.cells import Reject
 from llmprof.judge.result import TableScores
 from llmprof.judge.scores import ScoredRow
-from llmprof.judge.splits import FEWEST_IN_STRATUM, Fit, split_rows, strata
+from llmprof.judge.splits import FEWEST_IN_STRATUM, Fit, Split, split_rows, strata
 from llmprof.judge.table import Table
 
 NORMAL_P90 = 1.2816
+"""90 % quantile of a normal distribution in standard deviations."""
 SEEDS = 5
 FITTED = "fitted"
 
@@ -30,7 +33,7 @@ class Item:
         index: of the row in its table.
         stratum: rows that are split and reported together.
         size: FLOPs of a matmul, bytes of anything else.
-        roofline_us: time at the peak of what limits it, for the naive forecast.
+        roofline_us: time at the peak of what limits it, for the naive forecast; 0 for a view.
         nodes: nodes that it spans.
         work: what the pricer needs.
     """
@@ -42,7 +45,7 @@ class Item:
     size: float
     roofline_us: float
     resolution_us: float
-    nodes: int
+    nodes: int = 1
     work: Any
 
 
@@ -50,102 +53,127 @@ Pricer = Callable[[Sequence[Item], Sequence[Item]], list[tuple[float, float]]]
 """(fitted items, items to price) -> time in microseconds and spread of its logarithm for each."""
 
 
-def score_items(
-    table: Table,
-    read: Callable[[int, dict[str, str]], Item],
-    price: Pricer,
-    *,
-    fit: Fit | None,
-    naive_share: float,
-) -> TableScores:
-    """Score a table.
+def median_share(fitted: Sequence[Item]) -> float:
+    """Median share of the roofline that some items reach."""
+    return float(np.median([item.roofline_us / item.time_us for item in fitted]))
 
-    Args:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """How the rows of one kind of table are scored.
+
+    Attributes:
         read: a row as an Item; raises Reject.
         price: prices items, given others that were measured.
-        fit: what is fitted; None for none.
-        naive_share: share of the peak that the naive forecast takes when nothing is fitted.
+        naive_share: share of the roofline that the naive forecast takes when nothing is fitted.
+        fitted_share: the same from the fitted items of a stratum.
+        seeds: random splits that are averaged.
     """
+
+    read: Callable[[int, dict[str, str]], Item]
+    price: Pricer
+    naive_share: float
+    fitted_share: Callable[[Sequence[Item]], float] = median_share
+    seeds: int = SEEDS
+
+
+def score_items(table: Table, scoring: Scoring, *, fit: Fit | None) -> TableScores:
+    """Score a table; rows and fitted rows are those of the first split, time scores are means over all splits.
+
+    `small_strata` has the scores of strata with fewer than FEWEST_IN_STRATUM rows, `without_small_strata` the rest.
+    """
+    items, reasons = _read_all(table, scoring)
+    seeds = range(scoring.seeds if fit and fit.kind == "random" else 1)
+    rounds = [_round(items, scoring, fit=fit, seed=seed) for seed in seeds]
+    sizes = Counter(item.stratum for item in items)
+    small = {key for key, count in sizes.items() if count < FEWEST_IN_STRATUM}
+    first = {item.index: row for item, row in zip(items, rounds[0], strict=True)}
+    mode = f"fit {fit.kind}:{fit.amount:g}" if fit else "cold"
+    return TableScores(
+        name=table.name,
+        kind=table.kind,
+        columns=table.columns,
+        rows=[_row(first.get(i), cells, reasons.get(i)) for i, cells in enumerate(table.rows)],
+        groups=_groups(rounds, mode, small),
+        countable=sum(1 for i in range(len(table.rows)) if i not in reasons or reasons[i].defect),
+        fitted=sum(row.reason == FITTED for row in rounds[0]),
+        forecasts=sum(row.scored for found in rounds for row in found),
+        defects=dict(Counter(r.reason for r in reasons.values() if r.defect)),
+        extra={
+            "seeds": len(rounds),
+            **_mean_scores(rounds),
+            "small_strata": _part(rounds, small),
+            "without_small_strata": _part(rounds, sizes.keys() - small) if small else None,
+        },
+    )
+
+
+def _read_all(table: Table, scoring: Scoring) -> tuple[list[Item], dict[int, Reject]]:
+    """Items in the order of the table, and why the other rows are none."""
     items: list[Item] = []
     reasons: dict[int, Reject] = {}
     seen: set[str] = set()
     for index, row in enumerate(table.rows):
         try:
-            item = read(index, row)
+            item = scoring.read(index, row)
             if item.row_id in seen:
                 raise Reject("row_id stands in the table twice")
             seen.add(item.row_id)
             items.append(item)
         except Reject as reject:
             reasons[index] = reject
-    seeds = range(SEEDS if fit and fit.kind == "random" else 1)
-    rounds = [_round(items, price, fit=fit, seed=seed, naive_share=naive_share) for seed in seeds]
-    first = {row.row_id: row for row in rounds[0]}
-    by_index = {item.index: first[item.row_id] for item in items}
-    rows = [
-        by_index[i] if i in by_index else ScoredRow(row_id=row.get("row_id", ""), reason=reasons[i].reason)
-        for i, row in enumerate(table.rows)
-    ]
-    fitted = sum(row.reason == FITTED for row in rounds[0])
-    return TableScores(
-        name=table.name,
-        kind=table.kind,
-        columns=table.columns,
-        rows=[_with_columns(row, cells) for row, cells in zip(rows, table.rows, strict=True)],
-        groups=_groups(rounds[0], "cold" if fit is None else f"fit {fit.kind}:{fit.amount:g}"),
-        countable=sum(1 for i in range(len(table.rows)) if i not in reasons or reasons[i].defect),
-        fitted=fitted,
-        forecasts=sum(row.scored for found in rounds for row in found),
-        defects=dict(Counter(r.reason for r in reasons.values() if r.defect)),
-        extra={"seeds": len(rounds), **_mean_scores(rounds)},
+    return items, reasons
+
+
+def _row(scored: ScoredRow | None, cells: dict[str, str], reject: Reject | None) -> ScoredRow:
+    if scored is None:
+        assert reject is not None, "a row is an item or has a reason"
+        return ScoredRow(row_id=cells.get("row_id", ""), reason=reject.reason, columns=cells)
+    return msgspec.structs.replace(scored, columns=cells)
+
+
+def _round(items: Sequence[Item], scoring: Scoring, *, fit: Fit | None, seed: int) -> list[ScoredRow]:
+    """Split once, price what is not fitted; rows in the order of the items."""
+    split = _split(items, fit, seed)
+    fitted, asked = [items[i] for i in split.fitted], [items[i] for i in split.scored]
+    groups = {key: [fitted[i] for i in members] for key, members in strata(fitted, _stratum).items()}
+    shares = {key: scoring.fitted_share(members) for key, members in groups.items()}
+    nearest = {key: _Nearest(members) for key, members in groups.items()}
+    rows: dict[int, ScoredRow] = {item.index: _fitted_row(item) for item in fitted}
+    for item, (time_us, spread) in zip(asked, scoring.price(fitted, asked), strict=True):
+        share = shares.get(item.stratum, scoring.naive_share)
+        naive_us = item.roofline_us / share if share else None
+        second_us = nearest[item.stratum].scaled_us(item) if item.stratum in nearest else None
+        rows[item.index] = _scored_row(item, (time_us, spread), naive_us=naive_us, second_us=second_us)
+    return [rows[item.index] for item in items]
+
+
+def _split(items: Sequence[Item], fit: Fit | None, seed: int) -> Split:
+    if fit is None:
+        return Split((), tuple(range(len(items))))
+    return split_rows(
+        items,
+        fit,
+        stratum=_stratum,
+        row_id=lambda i: i.row_id,
+        size=lambda i: i.size,
+        nodes=lambda i: i.nodes,
+        seed=seed,
     )
 
 
-def _with_columns(row: ScoredRow, cells: dict[str, str]) -> ScoredRow:
-    from msgspec.structs import replace
+class _Nearest:
+    """The second baseline: the fitted item of a stratum that is nearest in size, scaled by its size."""
 
-    return replace(row, columns=cells)
+    def __init__(self, fitted: Sequence[Item]) -> None:
+        self._items = sorted(fitted, key=lambda item: (item.size, item.row_id))
+        self._sizes = [item.size for item in self._items]
 
-
-def _round(
-    items: Sequence[Item], price: Pricer, *, fit: Fit | None, seed: int, naive_share: float
-) -> list[ScoredRow]:
-    """Split once, price what is not fitted."""
-    fitted: list[Item] = []
-    asked = list(items)
-    if fit:
-        split = split_rows(
-            items,
-            fit,
-            stratum=_stratum,
-            row_id=lambda i: i.row_id,
-            size=lambda i: i.size,
-            nodes=lambda i: i.nodes,
-            seed=seed,
-        )
-        fitted, asked = [items[i] for i in split.fitted], [items[i] for i in split.scored]
-    shares = {
-        key: float(np.median([fitted[i].roofline_us / fitted[i].time_us for i in members]))
-        for key, members in strata(fitted, _stratum).items()
-    }
-    rows = [_fitted_row(item) for item in fitted]
-    for item, (time_us, spread) in zip(asked, price(fitted, asked), strict=True):
-        nearest = [f for f in fitted if f.stratum == item.stratum] if len(fitted) < 500 else []
-        second = min(nearest, key=lambda f: abs(np.log(f.size / item.size)), default=None)
-        rows.append(
-            ScoredRow(
-                row_id=item.row_id,
-                measured=item.time_us,
-                predicted_p10=time_us * exp(-NORMAL_P90 * spread),
-                predicted_p50=time_us,
-                predicted_p90=time_us * exp(NORMAL_P90 * spread),
-                naive=item.roofline_us / shares.get(item.stratum, naive_share),
-                second=second.time_us * item.size / second.size if second else None,
-                group=item.stratum,
-                resolution=item.resolution_us,
-            )
-        )
-    return rows
+    def scaled_us(self, item: Item) -> float:
+        place = bisect_left(self._sizes, item.size)
+        around = self._items[max(place - 1, 0) : place + 1]
+        best = min(around, key=lambda other: abs(log(other.size / item.size)))
+        return best.time_us * item.size / best.size
 
 
 def _stratum(item: Item) -> Hashable:
@@ -156,20 +184,53 @@ def _fitted_row(item: Item) -> ScoredRow:
     return ScoredRow(row_id=item.row_id, measured=item.time_us, reason=FITTED, group=item.stratum)
 
 
-def _groups(rows: Sequence[ScoredRow], mode: str) -> list[dict[str, Any]]:
+def _scored_row(
+    item: Item, price: tuple[float, float], *, naive_us: float | None, second_us: float | None
+) -> ScoredRow:
+    """The interval is that of a log-normal time."""
+    time_us, spread = price
+    return ScoredRow(
+        row_id=item.row_id,
+        measured=item.time_us,
+        predicted_p10=time_us * exp(-NORMAL_P90 * spread),
+        predicted_p50=time_us,
+        predicted_p90=time_us * exp(NORMAL_P90 * spread),
+        naive=naive_us or None,
+        second=second_us,
+        group=item.stratum,
+        resolution=item.resolution_us,
+    )
+
+
+def _groups(rounds: Sequence[Sequence[ScoredRow]], mode: str, small: Collection[str]) -> list[dict[str, Any]]:
     """Scores of each stratum; `small` where it has too few rows to say much."""
-    members: dict[str, list[ScoredRow]] = {}
-    for row in rows:
-        members.setdefault(row.group, []).append(row)
+    members: list[dict[str, list[ScoredRow]]] = []
+    for rows in rounds:
+        members.append({})
+        for row in rows:
+            members[-1].setdefault(row.group, []).append(row)
     return [
-        {"key": key, "mode": mode, "small": len(found) < FEWEST_IN_STRATUM, **score_rows(found)}
-        for key, found in members.items()
+        {
+            "key": key,
+            "mode": mode,
+            "small": key in small,
+            **score_rows(found),
+            **_mean_scores([of_round[key] for of_round in members]),
+        }
+        for key, found in members[0].items()
         if any(row.scored for row in found)
     ]
 
 
-def _mean_scores(rounds: Sequence[Sequence[ScoredRow]]) -> dict[str, Any]:
-    """Time scores as means over the seeds."""
+def _part(rounds: Sequence[Sequence[ScoredRow]], keys: Collection[str]) -> dict[str, Any] | None:
+    """Time scores of some strata, None when none of their rows is scored."""
+    found = [[row for row in rows if row.group in keys] for rows in rounds]
+    count = sum(row.scored for row in found[0])
+    return {"n": count, **_mean_scores(found)} if count else None
+
+
+def _mean_scores(rounds: Sequence[Iterable[ScoredRow]]) -> dict[str, Any]:
+    """Time scores as means over the splits; None where one of them has none."""
     found = [score_times([row for row in rows if row.scored]) for rows in rounds]
     return {
         key: float(np.mean([f[key] for f in found])) if all(f[key] is not None for f in found) else None

@@ -122,6 +122,7 @@ _COLLECTIVES = {
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
+@lru_cache(maxsize=4096)
 def split_name(op: str) -> tuple[str, str]:
     """Namespace and bare name: "aten::mm.out" -> ("aten", "mm")."""
     namespace, _, name = op.partition("::")
