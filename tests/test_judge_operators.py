@@ -1,16 +1,16 @@
-"""Operator and collective tables: rows become the calls they timed, and what is fitted prices the rest."""
+"""Operator tables: rows become the calls they timed, and what is fitted prices the rest."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from llmprof.judge.cells import Reject
-from llmprof.judge.collectives import score_collectives
-from llmprof.judge.op_rows import read_calls
 from llmprof.judge.operators import score_operators
 from llmprof.judge.splits import Fit
-from llmprof.judge.table import Table
-from llmprof.schema.operators import bytes_moved, flops
+from llmprof.judge.table import Table, read_table
+from llmprof.schema.priors import load_priors
+from tests.made_up import PUBLISHED, needs_published
 
 GEMM = {
     "op": "gemm",
@@ -26,64 +26,6 @@ GEMM = {
 
 def table(kind: str, rows: list[dict[str, str]]) -> Table:
     return Table(name="made_up", kind=kind, columns=tuple(rows[0]), rows=rows)
-
-
-def test_a_product_and_its_gradients() -> None:
-    (call,) = read_calls(GEMM)
-    assert flops(*call) == 2 * 512 * 64 * 32
-    assert bytes_moved(*call[:3]) == 2 * (512 * 32 + 32 * 64 + 512 * 64)
-    both = read_calls(GEMM | {"phase": "bwd"})
-    assert [flops(*c) for c in both] == [2 * 512 * 64 * 32] * 2
-    (batched,) = read_calls(GEMM | {"batch": "3"})
-    assert flops(*batched) == 3 * 2 * 512 * 64 * 32
-
-
-@pytest.mark.parametrize("phase", ["fwd", "dgrad", "wgrad"])
-def test_experts_do_the_same_in_every_phase(phase: str) -> None:
-    (call,) = read_calls(GEMM | {"op": "grouped_gemm", "experts": "4", "phase": phase})
-    assert flops(*call) == 4 * 2 * 512 * 64 * 32
-
-
-def test_causal_attention_is_half_the_square() -> None:
-    row = {
-        "op": "attention", "phase": "fwd", "dtype": "bf16", "qc": "ok", "batch": "2", "heads": "8", "kv_heads": "2",
-        "seq_q": "128", "seq_kv": "128", "head_dim": "64",
-    }  # fmt: skip
-    (full,) = read_calls(row)
-    (causal,) = read_calls(row | {"causal": "1"})
-    assert flops(*full) == 4 * 2 * 8 * 128 * 128 * 64
-    assert flops(*causal) * 2 == flops(*full)
-    (backward,) = read_calls(row | {"phase": "bwd"})
-    assert flops(*backward) == flops(*full) * 5 // 2
-
-
-@pytest.mark.parametrize(
-    ("row", "moved"),
-    [
-        ({"op": "residual_add", "shape": "8x16"}, 6 * 128),
-        ({"op": "gelu", "shape": "b=2; l=4; dim=8; width 16"}, 4 * 128),
-        ({"op": "activation", "shape": "8x16 gated (silu*mul)"}, 6 * 128),
-        ({"op": "embedding", "shape": "vocab 100/2", "tokens": "8", "hidden": "16"}, 4 * 128 + 8 * 8),
-    ],
-)
-def test_bytes_of_what_only_moves(row: dict[str, str], moved: int) -> None:
-    (call,) = read_calls({"phase": "fwd", "dtype": "fp16", "qc": "ok", **row})
-    assert bytes_moved(*call[:3]) == moved
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"qc": "below 2 us"}, "qc: below 2 us"),
-        ({"dtype": "int3"}, "unknown dtype: int3"),
-        ({"op": "moe_layer"}, "not an operator that is priced: moe_layer"),
-        ({"m": ""}, "empty cell: m"),
-    ],
-)
-def test_reasons(change: dict[str, str], reason: str) -> None:
-    with pytest.raises(Reject) as caught:
-        read_calls(GEMM | change)
-    assert caught.value.reason == reason
 
 
 def gemms() -> list[dict[str, str]]:
@@ -127,30 +69,97 @@ def test_times_that_are_none_are_never_scored() -> None:
     assert any(r.reason == "unknown device: what" for r in scored.rows)
 
 
-def collectives() -> list[dict[str, str]]:
-    """All-reduces over 8 devices of one node at a bus bandwidth of 200 GB/s after 20 us, and one over two nodes."""
-    base = {
-        "gpu": "A100-SXM4-80GB",
-        "op": "all_reduce",
-        "qc": "ok",
-        "n_gpus": "8",
-        "n_nodes": "1",
-        "gpus_per_node": "8",
-    }
+def test_a_capture_sees_inputs_alone_so_fitted_rows_price_other_outputs() -> None:
+    """A gated activation writes half of what it reads: its measured curve must not count the outputs twice."""
+    base = {"op": "activation", "phase": "fwd", "dtype": "fp16", "gpu": "A100-SXM4-80GB", "qc": "ok"}
     rows = [
-        base | {"row_id": f"c{e}", "size_bytes": str(1 << e), "time_us": repr(20 + 1.75 * (1 << e) / 200e3)}
-        for e in range(12, 32)
+        base | {"row_id": f"a{n}", "shape": f"{n}x4096 gated (silu*mul)", "time_us": repr(n * 4096 * 6 / 1e6)}
+        for n in range(1000, 9000, 200)
     ]
-    return [
-        *rows,
-        base | {"row_id": "two", "n_gpus": "16", "n_nodes": "2", "size_bytes": "1000000", "time_us": "90"},
-    ]
+    fitted = score_operators(table("operators", rows), fit=Fit("random", 0.5))
+    assert fitted.extra["median_ape"] < 0.01
 
 
-def test_a_sweep_prices_the_sizes_between() -> None:
-    cold = score_collectives(table("collectives", collectives()))
-    fitted = score_collectives(table("collectives", collectives()), fit=Fit("random", 0.5))
-    assert sum(r.scored for r in cold.rows) == 21
-    assert fitted.extra["median_ape"] < cold.extra["median_ape"]
-    nodes = score_collectives(table("collectives", collectives()), fit=Fit("nodes", 1))
-    assert [r.row_id for r in nodes.rows if r.scored] == ["two"]
+def backward(m: int, time_us: float) -> dict[str, str]:
+    return GEMM | {
+        "row_id": f"b{m}",
+        "phase": "bwd",
+        "m": str(m),
+        "n": "4096",
+        "k": "4096",
+        "time_us": repr(time_us),
+    }
+
+
+def test_both_gradients_are_fitted_and_priced_as_a_sum() -> None:
+    rows = [backward(m, 4 * m * 4096 * 4096 / 1e8) for m in range(512, 20480, 512)]
+    fitted = score_operators(table("operators", rows), fit=Fit("random", 0.5))
+    assert fitted.fitted > 0
+    assert fitted.extra["median_ape"] < 0.02
+
+
+def test_a_chain_is_fitted_as_one_operator_and_leaves_its_parts_alone() -> None:
+    """A rope ten times slower than its parts would be must not make sums of other rows ten times slower."""
+    base = {"phase": "fwd", "dtype": "fp16", "gpu": "A100-SXM4-80GB", "qc": "ok"}
+    chains = [
+        base
+        | {
+            "op": "rope", "row_id": f"rope{b}", "time_us": repr(100.0 * b),
+            "shape": f"mp=1; b={b}; h=16; l=1024; dim=2048; head_dim 128",
+        }
+        for b in range(1, 41)
+    ]  # fmt: skip
+    sums = [
+        base | {"op": "add", "row_id": f"add{n}", "shape": f"{n}x4096", "time_us": repr(n * 4096 * 6 / 1.5e6)}
+        for n in range(1024, 41 * 1024, 1024)
+    ]
+    fitted = score_operators(table("operators", chains + sums), fit=Fit("random", 0.5))
+    assert len(fitted.groups) == 2
+    assert all(group["median_ape"] < 0.02 for group in fitted.groups)
+
+
+def test_an_eager_row_takes_its_launches_where_they_are_longer() -> None:
+    row = {
+        "row_id": "x", "op": "gelu", "phase": "fwd", "dtype": "fp32", "gpu": "A100-SXM4-80GB", "qc": "ok",
+        "shape": "[[2, 8]]->(2, 8)", "time_us": "20",
+    }  # fmt: skip
+    (kernel,) = score_operators(table("operators", [row])).rows
+    (eager,) = score_operators(table("operators", [row | {"framework": "PyTorch 2.1 eager"}])).rows
+    priors = load_priors()
+    assert kernel.predicted_p50 == pytest.approx(priors.floor_us, rel=0.01)
+    assert eager.predicted_p50 == pytest.approx(priors.launch_us)
+
+
+def test_baselines_and_intervals_by_hand() -> None:
+    rows = gemms()
+    cold = score_operators(table("operators", rows)).rows[0]
+    roofline_us = 2 * 512 * 4096 * 4096 / 312e12 * 1e6
+    assert cold.naive == pytest.approx(roofline_us / 0.4)
+    assert cold.second is None
+    assert cold.predicted_p90 and cold.predicted_p50 and cold.predicted_p10
+    assert cold.predicted_p90 * cold.predicted_p10 == pytest.approx(cold.predicted_p50**2)
+    fitted = score_operators(table("operators", rows), fit=Fit("smaller", 0.5)).rows[-1]
+    assert fitted.naive == pytest.approx(fitted.measured)
+    assert fitted.second == pytest.approx(fitted.measured)  # time grows with work in this table
+
+
+def test_random_splits_are_averaged_and_small_strata_stand_apart() -> None:
+    few = [row | {"row_id": f"few{i}", "kernel": "rare"} for i, row in enumerate(gemms()[:3])]
+    scored = score_operators(table("operators", gemms() + few), fit=Fit("random", 0.5))
+    assert scored.extra["seeds"] == 5
+    assert scored.forecasts == 5 * sum(r.scored for r in scored.rows)
+    assert [g["small"] for g in scored.groups] == [False, True]
+    assert scored.extra["small_strata"]["n"] + scored.extra["without_small_strata"]["n"] == sum(
+        r.scored for r in scored.rows
+    )
+    assert score_operators(table("operators", gemms()), fit=Fit("smaller", 0.5)).extra["small_strata"] is None
+
+
+@needs_published
+@pytest.mark.parametrize("path", sorted((PUBLISHED / "ops").glob("*.csv")), ids=lambda p: p.stem)
+def test_published_operators_are_read(path: Path) -> None:
+    """What is not scored has a reason of the source, or is a layer and not an operator."""
+    scored = score_operators(read_table(path))
+    layers = {"moe_layer", "kfac_curvature_block", "kfac_inversion_block", "kfac_precondition_block"}
+    assert set(scored.defects) <= {f"not an operator that is priced: {name}" for name in layers}
+    assert sum(r.scored for r in scored.rows) == scored.countable - sum(scored.defects.values())

@@ -107,8 +107,12 @@ def _work(row: dict[str, str]) -> _Work:
 
 @lru_cache(maxsize=256)
 def _cluster(gpu: str, group_per_node: int, link: str) -> Cluster:
-    """The machine of a group: the usual one, unless a node of it is too small, or each node gives one device."""
-    usual = usual_machine(gpu).devices_per_node
+    """The machine of a group: as `link` says ("4-GPU node"), else the usual one.
+
+    A node that is too small for the group, or gives one device only, is one of as many devices as the group has in it.
+    """
+    stated = re.search(r"\b([1-9]\d{0,3})-GPU node", link)
+    usual = int(stated.group(1)) if stated else usual_machine(gpu).devices_per_node
     per_node = group_per_node if group_per_node == 1 or group_per_node > usual else usual
     return build_cluster(gpu, devices_per_node=per_node, intra_name=link, inter_name=link)
 

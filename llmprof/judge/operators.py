@@ -32,13 +32,16 @@ class _Work(NamedTuple):
     """What a row timed.
 
     Attributes:
-        shares: of each call in the row's time: by their assumed prices.
+        calls: whose times add up to the row's.
+        shares: of each call in the row's time, by their assumed prices.
+        whole: a chain of operators without a matmul as one operator, to measure it by; None for anything else.
         launched: the row's time has the launches in it.
     """
 
     device: Device
     calls: tuple[OpCall, ...]
     shares: tuple[float, ...]
+    whole: OpCall | None
     launched: bool
 
 
@@ -48,8 +51,9 @@ def score_operators(table: Table, *, fit: Fit | None = None, seeds: int = SEEDS)
     Times are kernel times. Where the source says that it ran eagerly and looked at the wall clock or at single small
     calls, a row takes its kernels or their launches, whichever is longer.
 
-    A row of several calls (both gradients of a matmul, a block) is the sum of their prices; when it is fitted, its
-    time is shared among them by their assumed prices.
+    A row of several calls is the sum of their prices. When it is fitted, both gradients of a matmul, or the operators
+    of a block, share its time by their assumed prices. Of a chain without a matmul the parts stay unknown: it is
+    fitted as one operator, by which other rows of that chain are priced.
 
     The naive forecast is the roofline at the median share that the fitted rows of a stratum reach of it, at the prior
     MFU where nothing is fitted; the second is the nearest fitted row of the stratum, scaled by its work.
@@ -78,7 +82,13 @@ def _read(index: int, row: dict[str, str]) -> Item:
         size=float(max(work, 1)),
         roofline_us=sum(_roofline_us(call, device) for call in calls),
         resolution_us=RESOLUTIONS_US.get(text(row, "source"), 0.0),
-        work=_Work(device, calls, _shares(calls, device), EAGER in text(row, "framework").lower()),
+        work=_Work(
+            device=device,
+            calls=calls,
+            shares=_shares(calls, device),
+            whole=None if matmul or len(calls) == 1 else _whole(row, calls),
+            launched=EAGER in text(row, "framework").lower(),
+        ),
     )
 
 
@@ -90,6 +100,13 @@ def _roofline_us(call: OpCall, device: Device) -> float:
 
 def _dtype(call: OpCall) -> str:
     return (call.inputs or call.outputs)[0].dtype
+
+
+def _whole(row: dict[str, str], calls: tuple[OpCall, ...]) -> OpCall:
+    operand = calls[0].inputs[:1]
+    return OpCall(
+        f"fused::{text(row, 'op')}{'_backward' if text(row, 'phase') == 'bwd' else ''}", operand, operand
+    )
 
 
 def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[float, ...]:
@@ -119,14 +136,21 @@ def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, f
             prices[device.name] = OperatorPrices(
                 _profile(device, rows), device, same_device=bool(rows), priors=load_priors()
             )
-    return [_item_price(item.work, prices[item.work.device.name]) for item in asked]
+    wholes = {(item.work.device.name, item.work.whole.op) for item in fitted if item.work.whole}
+    found = []
+    for item in asked:
+        work: _Work = item.work
+        known = work.whole is not None and (work.device.name, work.whole.op) in wholes
+        calls = (work.whole,) if work.whole and known else work.calls
+        found.append(_calls_price(calls, prices[work.device.name], launched=work.launched))
+    return found
 
 
-def _item_price(work: _Work, prices: OperatorPrices) -> tuple[float, float]:
-    """Microseconds, and the spread of the logarithm: of what takes the time."""
-    parts = [prices.price(*call) for call in work.calls]
+def _calls_price(calls: Sequence[OpCall], prices: OperatorPrices, *, launched: bool) -> tuple[float, float]:
+    """Microseconds of some calls, and the spread of the logarithm: of what takes the time."""
+    parts = [prices.price(*call) for call in calls]
     time_s = sum(p.time_s for p in parts)
-    host_s = sum(p.host_s for p in parts) if work.launched else 0.0
+    host_s = sum(p.host_s for p in parts) if launched else 0.0
     if host_s > time_s:
         return host_s * 1e6, load_priors().launch_spread
     # errors of one family are shared, so that spreads do not average out
@@ -144,7 +168,8 @@ def _profile(device: Device, rows: Sequence[OperatorRow]) -> Profile:
 def _measured(item: Item) -> Iterator[OperatorRow]:
     """Rows as a capture writes them: it sees the inputs of a call, not its outputs."""
     work: _Work = item.work
-    for call, share in zip(work.calls, work.shares, strict=True):
+    parts = [(work.whole, 1.0)] if work.whole else zip(work.calls, work.shares, strict=True)
+    for call, share in parts:
         time_us = item.time_us * share
         yield OperatorRow(
             rank=0,
