@@ -58,13 +58,17 @@ def test_fitted_rows_price_the_others() -> None:
 def test_times_that_are_none_are_never_scored() -> None:
     rows = [row | {"time_us": time} for row, time in zip(gemms(), ("nan", "-1", "0", "", "x"), strict=False)]
     scored = score_operators(
-        table("operators", [*rows, gemms()[0], gemms()[0], gemms()[9] | {"gpu": "what"}])
+        table(
+            "operators",
+            [*rows, gemms()[0], gemms()[0], gemms()[9] | {"gpu": "what"}, gemms()[8] | {"time_us": "1e-300"}],
+        )
     )
     assert sum(r.scored for r in scored.rows) == 1
     assert {r.reason for r in scored.rows} >= {
         "no time",
         "not a number: time_us",
         "row_id stands in the table twice",
+        "below a nanosecond or above a day: time_us",
     }
     assert any(r.reason == "unknown device: what" for r in scored.rows)
 

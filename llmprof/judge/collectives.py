@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.collective import POINT_TO_POINT, CollectivePrices, wire_share
-from llmprof.judge.cells import Reject, positive, required, text, whole
-from llmprof.judge.priced import SEEDS, Item, Scoring, score_items
+from llmprof.judge.cells import Reject, required, text, whole
+from llmprof.judge.priced import SEEDS, Item, Scoring, read_time_us, score_items
 from llmprof.judge.result import TableScores
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
@@ -66,9 +66,7 @@ def _read(index: int, row: dict[str, str]) -> Item:
     said = text(row, "qc")
     if said != "ok" and not said.startswith(PROVENANCE):
         raise Reject(f"qc: {re.split(r'[:;(,]', said)[0].strip() or 'empty'}")
-    time_us = positive(row, "time_us")
-    if time_us is None:
-        raise Reject("no time")
+    time_us = read_time_us(row)
     work = _work(row)
     link = _level(work)
     moved = work.size_bytes * wire_share(work.kind, work.ranks)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.compute import OperatorPrices, peak_flops
-from llmprof.judge.cells import Reject, positive, text
+from llmprof.judge.cells import Reject, text
 from llmprof.judge.op_calls import OpCall
 from llmprof.judge.op_rows import read_calls
-from llmprof.judge.priced import SEEDS, Item, Scoring, score_items
+from llmprof.judge.priced import SEEDS, Item, Scoring, read_time_us, score_items
 from llmprof.judge.result import TableScores
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
@@ -64,9 +64,7 @@ def score_operators(table: Table, *, fit: Fit | None = None, seeds: int = SEEDS)
 
 def _read(index: int, row: dict[str, str]) -> Item:
     calls = tuple(read_calls(row))
-    time_us = positive(row, "time_us")
-    if time_us is None:
-        raise Reject("no time")
+    time_us = read_time_us(row)
     try:
         device = find_device(text(row, "gpu"))
     except ClusterError as error:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from llmprof.judge.aggregate import score_rows, score_times
-from llmprof.judge.cells import Reject
+from llmprof.judge.cells import Reject, Row, positive
 from llmprof.judge.result import TableScores
 from llmprof.judge.scores import ScoredRow
 from llmprof.judge.splits import FEWEST_IN_STRATUM, Fit, Split, split_rows, strata
@@ -23,6 +23,8 @@ NORMAL_P90 = 1.2816
 """90 % quantile of a normal distribution in standard deviations."""
 SEEDS = 5
 FITTED = "fitted"
+SHORTEST_US, LONGEST_US = 1e-3, 1e11
+"""A nanosecond and a day: no call on a device takes less or more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,20 @@ class Item:
     resolution_us: float
     nodes: int = 1
     work: Any
+
+
+def read_time_us(row: Row) -> float:
+    """The measured time of a row in microseconds.
+
+    Raises:
+        Reject: there is none, or no call on a device can take it.
+    """
+    time_us = positive(row, "time_us")
+    if time_us is None:
+        raise Reject("no time")
+    if not SHORTEST_US <= time_us <= LONGEST_US:
+        raise Reject("below a nanosecond or above a day: time_us")
+    return time_us
 
 
 Pricer = Callable[[Sequence[Item], Sequence[Item]], list[tuple[float, float]]]
