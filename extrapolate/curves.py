@@ -65,6 +65,10 @@ class Roofline(NamedTuple):
         """Seconds of some work, shapes (n,)."""
         return np.asarray(self.floor_s + np.maximum(flops / self.flops_per_s, bytes / self.bytes_per_s))
 
+    def of(self, flops: float, bytes: float) -> float:
+        """Seconds of the work of one call."""
+        return self.floor_s + max(flops / self.flops_per_s, bytes / self.bytes_per_s)
+
 
 class Curve:
     """Times of one operator or family over its work.
@@ -90,18 +94,19 @@ class Curve:
 
     def estimate(self, work: Work, *, stranger: bool = False) -> Estimate:
         """Time of some work; `stranger` when the operator is not in the curve."""
-        at = np.log(np.array([max(work.flops, 1), max(work.bytes, 1)], dtype=float))
+        flops, bytes_ = float(max(work.flops, 1)), float(max(work.bytes, 1))
+        at = log(flops), log(bytes_)
         correction, nearest = _nearby(_distances(self._points, at), self._corrections)
-        base = self.roofline.at(np.exp(at[:1]), np.exp(at[1:]))
+        base_s = self.roofline.of(flops, bytes_)
         least = STRANGER_SPREAD if stranger and self.num_operators == 1 else MIN_SPREAD
         spread = max(self.residual, least) + SPREAD_PER_OCTAVE * self._octaves_outside(at)
         names = tuple(self._names[i] for i in nearest)
-        return Estimate(float(base[0]) * exp(correction), min(MAX_SPREAD, spread), names)
+        return Estimate(base_s * exp(correction), min(MAX_SPREAD, spread), names)
 
-    def _octaves_outside(self, at: Array) -> float:
-        axis = 0 if self.by_flops else 1
+    def _octaves_outside(self, at: tuple[float, float]) -> float:
+        measure = at[0 if self.by_flops else 1]
         low, high = self._range
-        return max(0.0, low - float(at[axis]), float(at[axis]) - high) / log(2)
+        return max(0.0, low - measure, measure - high) / log(2)
 
 
 def fit_roofline(flops: Array, bytes_: Array, times: Array, *, by_flops: bool) -> Roofline:
@@ -122,8 +127,8 @@ def fit_roofline(flops: Array, bytes_: Array, times: Array, *, by_flops: bool) -
     return best
 
 
-def _distances(points: Array, at: Array) -> Array:
-    """Squared distances of points, shape (2, n), from one, shape (2,)."""
+def _distances(points: Array, at: tuple[float, float]) -> Array:
+    """Squared distances of points, shape (2, n), from one."""
     return np.asarray((points[0] - at[0]) ** 2 + (points[1] - at[1]) ** 2)
 
 
@@ -153,7 +158,7 @@ def _residual(points: Array, corrections: Array, operators: list[str]) -> float:
     names = np.array(operators) if len(set(operators)) > 1 else None
     errors = []
     for i in range(len(operators)):
-        distance = _distances(points, points[:, i])
+        distance = _distances(points, (float(points[0, i]), float(points[1, i])))
         distance[i if names is None else names == names[i]] = inf
         predicted, _ = _nearby(distance, corrections)
         errors.append(predicted - corrections[i])
