@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,18 @@ def test_both_gradients_are_fitted_and_priced_as_a_sum() -> None:
     fitted = score_operators(table("operators", rows), fit=Fit("random", 0.5))
     assert fitted.fitted > 0
     assert fitted.extra["median_ape"] < 0.02
+
+
+def test_parts_that_were_not_measured_alone_are_as_uncertain_as_their_assumed_price() -> None:
+    """One row of both gradients is fitted; a row of the same sizes is known as well as matmuls are assumed."""
+    rows = [backward(512, 400.0), backward(512, 400.0) | {"row_id": "again"}]
+    (asked,) = (
+        r for r in score_operators(table("operators", rows), fit=Fit("smaller", 0.5)).rows if r.scored
+    )
+    assert asked.predicted_p50 == pytest.approx(400.0)
+    assert asked.predicted_p90 is not None
+    spread = log(asked.predicted_p90 / 400.0) / 1.2816
+    assert spread == pytest.approx(load_priors().family("matmul").spread, rel=0.05)
 
 
 def test_a_chain_is_fitted_as_one_operator_and_leaves_its_parts_alone() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.compute import OperatorPrices, peak_flops
+from llmprof.extrapolate.measured import MEDIAN_ERROR, NORMAL_IQR
 from llmprof.judge.cells import Reject, text
 from llmprof.judge.op_calls import OpCall
 from llmprof.judge.op_rows import read_calls
@@ -28,6 +29,13 @@ EAGER = "eager"
 """In the cell `framework`: the host launched one operator after another while the clock ran."""
 
 
+class _Share(NamedTuple):
+    """What one call has of a row's time, and the spread of its logarithm: 0 where the row is that call alone."""
+
+    part: float
+    spread: float
+
+
 class _Work(NamedTuple):
     """What a row timed.
 
@@ -40,7 +48,7 @@ class _Work(NamedTuple):
 
     device: Device
     calls: tuple[OpCall, ...]
-    shares: tuple[float, ...]
+    shares: tuple[_Share, ...]
     whole: OpCall | None
     launched: bool
 
@@ -107,13 +115,12 @@ def _whole(row: dict[str, str], calls: tuple[OpCall, ...]) -> OpCall:
     )
 
 
-def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[float, ...]:
+def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[_Share, ...]:
     if len(calls) == 1:
-        return (1.0,)
-    prices = _assumed_prices(device.name)
-    times = [prices.price(*call).time_s for call in calls]
-    total = sum(times)
-    return tuple(time / total if total else 0.0 for time in times)
+        return (_Share(1.0, 0.0),)
+    prices = [_assumed_prices(device.name).price(*call) for call in calls]
+    total = sum(price.time_s for price in prices)
+    return tuple(_Share(price.time_s / total if total else 0.0, price.spread) for price in prices)
 
 
 @lru_cache(maxsize=64)
@@ -166,9 +173,9 @@ def _profile(device: Device, rows: Sequence[OperatorRow]) -> Profile:
 def _measured(item: Item) -> Iterator[OperatorRow]:
     """Rows as a capture writes them: it sees the inputs of a call, not its outputs."""
     work: _Work = item.work
-    parts = [(work.whole, 1.0)] if work.whole else zip(work.calls, work.shares, strict=True)
-    for call, share in parts:
-        time_us = item.time_us * share
+    whole = [(work.whole, _Share(1.0, 0.0))] if work.whole else None
+    for call, share in whole or zip(work.calls, work.shares, strict=True):
+        time_us = item.time_us * share.part
         yield OperatorRow(
             rank=0,
             op=call.op,
@@ -181,7 +188,7 @@ def _measured(item: Item) -> Iterator[OperatorRow]:
             device=work.device.kind,
             count=1.0,
             time_us=time_us,
-            time_iqr_us=0.0,
+            time_iqr_us=share.spread * NORMAL_IQR / MEDIAN_ERROR * time_us,  # that gives this spread back
             time_n=1,
             exclusive_us=time_us,
             flops=flops(call.op, call.inputs, (), call.attributes),
