@@ -102,6 +102,51 @@ def test_impossible_times_are_never_scored(time: float) -> None:
     assert scores["naive_median_ape"] is None
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_baselines_and_peaks_are_never_scored(bad: float) -> None:
+    scores = score_rows(
+        [
+            row("a", 10.0, 10.0, naive=bad, second=bad, memory_measured=bad, memory_predicted=1.0),
+            row("b", 10.0, 10.0, naive=5.0, memory_measured=4.0, memory_predicted=bad),
+            row("c", 10.0, 10.0, naive=5.0, memory_measured=4.0, memory_predicted=5.0),
+        ]
+    )
+    assert (scores["n"], scores["naive_median_ape"], scores["second_median_ape"]) == (3, 0.5, None)
+    assert (scores["memory_n"], scores["memory_median_ape"]) == (1, 0.25)
+
+
+def test_spearman_with_ties_by_hand() -> None:
+    # ranks 1.5 1.5 3 against 1 2 3: covariance 1.5, variances 1.5 and 2: 1.5 / sqrt(3)
+    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(1.5 / 3**0.5)
+    assert spearman([1, 2, 3], [7, 7, 7]) is None
+    assert spearman([], []) is None
+
+
+def test_one_percent_mfu_is_not_below_and_a_table_of_such_rows_leaves_none() -> None:
+    assert score_rows([row("a", 10.0, 11.0, mfu=0.01)])["below_1pct_mfu"] is None
+    low, usual = score_rows([row("a", 10.0, 20.0, mfu=0.001)]), score_rows([row("b", 10.0, 11.0)])
+    total = mean_over_tables([low, usual])
+    assert total["median_ape"] == pytest.approx(0.55)
+    assert total["without_below_1pct_mfu"]["median_ape"] == pytest.approx(0.1)
+
+
+def test_the_mean_of_confusions_skips_rates_without_cases() -> None:
+    fits = score_rows([row("a", 1.0, 1.0, oom=False, oom_probability=0.5)])
+    both = score_rows(
+        [
+            row("b", 1.0, 1.0, oom=False, oom_probability=0.0),
+            ScoredRow(row_id="c", oom=True, oom_probability=0.0, hard=True),
+        ]
+    )
+    oom = mean_over_tables([fits, both, score_rows([row("d", 1.0, 1.0)])])["oom"]
+    assert (oom["n"], oom["accuracy"]) == (3, 0.25)
+    # the first table has no run out of memory: 1 / 1 alone, not (0 + 1) / 2
+    assert (oom["false_fit_rate"], oom["false_oom_rate"]) == (1.0, 0.5)
+    # (0.5^2 + (0 + 1) / 2) / 2
+    assert oom["brier"] == pytest.approx(0.375)
+    assert (oom["hard"]["n"], oom["hard"]["false_fit_rate"], oom["hard"]["false_oom_rate"]) == (1, 1.0, None)
+
+
 def test_no_rows_give_no_figures() -> None:
     for scores in (score_rows([]), mean_over_tables([]), mean_over_tables([score_rows([])])):
         assert scores["n"] == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmprof.errors import TableError
-from llmprof.judge.cells import Reject, flag, number, positive, whole
+from llmprof.judge.cells import Reject, flag, note_of_derived, number, positive, required, whole
 from llmprof.judge.table import read_table, table_kind
 
 OPERATORS = "row_id,gpu,op,phase,dtype,time_us"
@@ -148,3 +148,41 @@ def test_cells_become_numbers_or_a_reason() -> None:
         with pytest.raises(Reject) as caught:
             read(row, column)
         assert column in caught.value.reason
+
+
+@pytest.mark.parametrize("cell", ["1_000", "0x10", "1,5", "1e999", "-inf", "NaN", "5 ms"])
+def test_cells_that_only_look_like_numbers_are_refused(cell: str) -> None:
+    with pytest.raises(Reject, match="not a number: a"):
+        number({"a": cell}, "a")
+
+
+@given(cell=st.text(max_size=12))
+def test_any_cell_is_a_quantity_or_a_reason(cell: str) -> None:
+    for read in (number, positive, whole, required):
+        try:
+            value = read({"a": cell}, "a")
+        except Reject as reject:
+            assert reject.reason.endswith(": a")
+        else:
+            assert (value is None) == (not cell.strip())
+
+
+def test_an_empty_cell_that_is_needed_is_a_reason() -> None:
+    assert required({"a": "4"}, "a") == 4
+    with pytest.raises(Reject, match="empty cell: a"):
+        required({"a": " "}, "a")
+
+
+def test_what_is_derived_is_told_from_columns_with_a_longer_name() -> None:
+    cells = {"derived": "tokens_per_s_per_gpu and step_time_s from the log; mfu_formula z; oom"}
+    assert note_of_derived(cells, "step_time_s") == "from the log"
+    assert note_of_derived(cells, "oom") == ""
+    assert note_of_derived(cells, "mfu") is None
+
+
+def test_a_path_with_line_breaks_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name, data in (("no\nne.csv", None), ("a\nb.csv", "a,b\n1,2\n"), ("a\r\nc.csv", "")):
+        path = tmp_path / name if data is None else write(tmp_path, data, name)
+        with pytest.raises(TableError) as caught:
+            read_table(path)
+        assert len(caught.value.message.splitlines()) == 1

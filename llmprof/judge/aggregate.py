@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from math import inf
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def score_memory(rows: Iterable[ScoredRow]) -> dict[str, Any]:
     """Error of the peak, and fit against out of memory, also on the hard rows alone."""
     sizes, known = [], []
     for row in rows:
-        if row.memory_measured and row.memory_predicted is not None:
+        if _possible(row.memory_measured) and _possible(row.memory_predicted):
             sizes.append(absolute_percentage_error(row.memory_predicted, row.memory_measured))
         if row.oom is not None and row.oom_probability is not None:
             known.append((row.oom_probability, row.oom, row.hard))
@@ -128,9 +129,14 @@ def _median_of(scored: Iterable[ScoredRow], baseline: str) -> float | None:
     errors = [
         absolute_percentage_error(getattr(row, baseline), row.measured, resolution=row.resolution)
         for row in scored
-        if getattr(row, baseline) is not None and row.measured is not None
+        if _possible(getattr(row, baseline)) and row.measured is not None
     ]
     return quantile(errors, 0.5)
+
+
+def _possible(quantity: float | None) -> TypeGuard[float]:
+    """Known, finite and above 0: anything else is never scored."""
+    return quantity is not None and 0 < quantity < inf
 
 
 def _mean(values: Sequence[float]) -> float | None:

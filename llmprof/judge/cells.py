@@ -42,7 +42,8 @@ def number(row: Row, column: str) -> float | None:
     if not cell:
         return None
     try:
-        value = float(cell)
+        # Python alone reads 1_000 as a number
+        value = float("nan" if "_" in cell else cell)
     except ValueError:
         value = float("nan")
     if not isfinite(value):

@@ -134,7 +134,8 @@ def _row(file: Path, columns: tuple[str, ...], cells: list[str], line: int) -> d
 
 
 def _short(text: str) -> str:
-    """The end of a long path or name, which tells more than its beginning."""
+    """The end of a long path or name, which tells more than its beginning, in one line."""
+    text = " ".join(text.split())
     return text if len(text) <= 160 else f"...{text[-157:]}"
 
 
