@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from llmprof.judge.scores import absolute_percentage_error, covers, spearman, top1_regret
+
 RESOLUTION = 0.05
 """Layouts whose measured steps differ by less are taken as equally fast: medians here repeat to about 3 %."""
 
@@ -76,22 +78,14 @@ def make_row(
         naive_s=naive,
         second_s=second,
         bound_s=forecast["bound_step_time_s"],
-        ape=_ape(interval["p50"], measured),
-        naive_ape=_ape(naive, measured),
-        second_ape=_ape(second, measured),
-        ratio_error=_ape(interval["p50"] / single.forecast_s, measured / single.measured_s),
-        covered=interval["p10"] <= measured <= interval["p90"],
+        ape=absolute_percentage_error(interval["p50"], measured),
+        naive_ape=absolute_percentage_error(naive, measured),
+        second_ape=absolute_percentage_error(second, measured),
+        ratio_error=absolute_percentage_error(
+            interval["p50"] / single.forecast_s, measured / single.measured_s
+        ),
+        covered=covers(interval["p10"], interval["p90"], measured),
     )
-
-
-def _ape(forecast: float, measured: float) -> float:
-    return abs(forecast - measured) / measured
-
-
-def rank_correlation(forecast: Sequence[float], measured: Sequence[float]) -> float:
-    """Spearman's correlation of two sequences without ties; 1.0 when the order is the same."""
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (forecast, measured)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def summarize(rows: Sequence[Row], machine: dict[str, Any]) -> dict[str, Any]:
@@ -132,9 +126,9 @@ def _order(rows: Sequence[Row]) -> dict[str, Any]:
         "case": rows[0].case,
         "pairs": len(clear),
         "pairs_correct": sum(a.p50_s < b.p50_s for a, b in clear),
-        "spearman": rank_correlation(forecast, measured),
+        "spearman": spearman(forecast, measured),
         "top1_correct": int(np.argmin(forecast)) == int(np.argmin(measured)),
-        "top1_regret": measured[int(np.argmin(forecast))] / min(measured) - 1,
+        "top1_regret": top1_regret(forecast, measured),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from llmprof.schema.operators import family
@@ -75,16 +77,7 @@ def _forward(op: OpSpec, shape: _Shape) -> list[OpSpec]:
     value, scores = shape.tensor(shape.key, shape.width), shape.scores()
     mask = TensorSpec((shape.query, shape.key), shape.dtype)
     causal = "causal" in op.attributes
-
-    def make(name: str, *inputs: TensorSpec, output: TensorSpec) -> OpSpec:
-        return msgspec.structs.replace(
-            op,
-            op=f"aten::{name}",
-            inputs=inputs,
-            outputs=(output,),
-            attributes=op.attributes if name == "bmm" else (),
-        )
-
+    make = partial(_written_out, op)
     masked = [make("add", scores, mask, output=scores)] if causal else []
     return [
         make("bmm", query, key, output=scores),
@@ -98,16 +91,7 @@ def _forward(op: OpSpec, shape: _Shape) -> list[OpSpec]:
 def _backward(op: OpSpec, shape: _Shape) -> list[OpSpec]:
     rows, columns = shape.tensor(shape.query, shape.width), shape.tensor(shape.key, shape.width)
     scores, transposed = shape.scores(), shape.tensor(shape.key, shape.query)
-
-    def make(name: str, *inputs: TensorSpec, output: TensorSpec) -> OpSpec:
-        return msgspec.structs.replace(
-            op,
-            op=f"aten::{name}",
-            inputs=inputs,
-            outputs=(output,),
-            attributes=op.attributes if name == "bmm" else (),
-        )
-
+    make = partial(_written_out, op)
     return [
         make("bmm", transposed, rows, output=columns),
         make("bmm", rows, shape.tensor(shape.width, shape.key), output=scores),
@@ -116,3 +100,14 @@ def _backward(op: OpSpec, shape: _Shape) -> list[OpSpec]:
         make("bmm", scores, columns, output=rows),
         make("bmm", transposed, rows, output=columns),
     ]
+
+
+def _written_out(op: OpSpec, name: str, *inputs: TensorSpec, output: TensorSpec) -> OpSpec:
+    """One operator of what replaces the kernel `op`; its attributes belong to the matmuls."""
+    return msgspec.structs.replace(
+        op,
+        op=f"aten::{name}",
+        inputs=inputs,
+        outputs=(output,),
+        attributes=op.attributes if name == "bmm" else (),
+    )

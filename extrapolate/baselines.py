@@ -70,9 +70,8 @@ def _op_flops(op: OpSpec, batch: int, seq: int) -> int:
     inputs, outputs = tensors_at(op.inputs, batch, seq), tensors_at(op.outputs, batch, seq)
     executed = flops(op.op, inputs, outputs, frozenset(op.attributes))
     masked = "causal" in op.attributes and family(op.op) == "batched_matmul"
-    return (
-        executed // 2 if masked else executed
-    )  # scores behind a causal mask are computed, but are not the model's
+    # scores behind a causal mask are computed, but are not the model's
+    return executed // 2 if masked else executed
 
 
 def tensors_at(specs: tuple[TensorSpec, ...], batch: int, seq: int) -> tuple[Tensor, ...]:
@@ -159,10 +158,8 @@ def second_baseline_step_time_s(
 
 
 def _link(cluster: Cluster, span: int) -> float:
-    for level in cluster.links:
-        if level.span == 0 or level.span >= span:
-            return level.bandwidth_bytes_per_s / level.oversubscription
-    return cluster.links[-1].bandwidth_bytes_per_s
+    level = cluster.level(span)
+    return level.bandwidth_bytes_per_s / level.oversubscription
 
 
 def trainable_shapes(workload: Workload) -> list[tuple[tuple[int, ...], int, int]]:

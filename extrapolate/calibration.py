@@ -124,7 +124,7 @@ class Observation:
     Attributes:
         name: of the row; rows are taken in the order of their names.
         step_s: measured seconds.
-        nominal_s: nominal forecasts, shape (n,) seconds, at n sets of shifts, shape (n, 4); see `Forecaster.probe`.
+        nominal_s: nominal forecasts, shape (n,) seconds, at n sets of shifts, shape (n, 4); see `Forecaster.probing`.
         spread: standard deviation of log(nominal) by what is not known of the row, beside the model error.
     """
 

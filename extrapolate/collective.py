@@ -78,10 +78,7 @@ class CollectivePrices:
 
     def level(self, span: int) -> LinkLevel:
         """The innermost link level that connects `span` neighbouring devices."""
-        for link in self.cluster.links:
-            if link.span == 0 or link.span >= span:
-                return link
-        return self.cluster.links[-1]
+        return self.cluster.level(span)
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed about the links, one sentence each."""

@@ -138,20 +138,6 @@ class Forecaster:
         other._pricer = LayerPricer()
         return other
 
-    def probe(
-        self, shifts: Array, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
-    ) -> Array:
-        """Nominal steps at several sets of calibration shifts in one simulation, for `fit_calibration`.
-
-        Args:
-            shifts: logarithms in the order of CLASSES, shape (n, 4).
-            layout, global_batch, seq: as for `simulate`, whose errors it raises.
-
-        Returns:
-            Seconds, shape (n,).
-        """
-        return self.probing(shifts).simulate(layout, global_batch=global_batch, seq=seq).step_s
-
     def probing(self, shifts: Array) -> Forecaster:
         """The same forecaster, with nominal steps at several sets of calibration shifts, shape (n, 4), for draws."""
         other = copy(self)

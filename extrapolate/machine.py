@@ -59,25 +59,19 @@ class Stretch:
 
     @classmethod
     def of(cls, *steps: tuple[Segment, str, str]) -> Stretch:
-        """Put segments in a row.
-
-        Raises:
-            IndexError: there are none.
-        """
-        first = steps[0][0]
-        device, host, launched = first.device_s * 0.0, first.host_s * 0.0, None
+        """Put segments, at least one, in a row."""
+        device = host = launched = steps[0][0].device_s * 0.0
         parts: Parts = {}
         evidence: Parts = {}
         calls: Calls = {}
         for segment, _, _ in steps:
-            start = host if launched is None else np.maximum(launched, host)
+            start = np.maximum(launched, host)
             host = host + segment.host_s
             launched = np.maximum(start + segment.device_s, host)
             device = device + segment.device_s
             add_into(parts, segment.parts)
             add_into(evidence, segment.evidence)
             add_into(calls, segment.calls)
-        assert launched is not None, "there is a first segment"
         return cls(
             steps=steps,
             device_s=device,
@@ -145,8 +139,7 @@ class Machine:
         On a GPU one run is main' = max(main + D, host + L), host' = host + H with the stretch's device, launched and
         host times D, L and H; n runs are main' = max(main + n D, host + L + (n - 1) max(D, H)), host' = host + n H.
         """
-        add_into(streams.evidence, stretch.evidence, times)
-        add_into(streams.calls, stretch.calls, times)
+        _account(streams, stretch, times)
         start = streams.now()
         if self.cpu:
             end = start + times * (stretch.device_s + stretch.host_s)
@@ -182,8 +175,7 @@ class Machine:
         self, streams: Streams, segment: Segment, after: Sequence[Array], label: str, *, times: int = 1
     ) -> Array:
         """Run communication, `times` over, on the data-parallel stream once `after` is reached; returns when it ends."""
-        add_into(streams.evidence, segment.evidence, times)
-        add_into(streams.calls, segment.calls, times)
+        _account(streams, segment, times)
         if not self.cpu:
             streams.run("host", times * segment.host_s if times > 1 else segment.host_s)
         duration = times * segment.device_s if times > 1 else segment.device_s
@@ -193,9 +185,8 @@ class Machine:
         """Close a pass; on a GPU hidden communication has slowed the computation it hid behind."""
         if not self.cpu and "dp" in streams.clocks:
             end = float(streams.now()[0])
-            busy = streams.busy_s
             exposed = streams.parts.get("dp", 0.0) + max(0.0, float(streams.clocks["dp"][0]) - end)
-            hidden = max(0.0, min(busy - exposed, end))
+            hidden = max(0.0, min(streams.busy_s - exposed, end))
             if hidden > 0:
                 lost = INTERFERENCE * hidden * self.factors.factor("interference", INTERFERENCE_SPREAD)
                 streams.run_main(lost, {"dp": float(lost[0])})
@@ -203,6 +194,6 @@ class Machine:
         return streams.finish()
 
 
-def _account(streams: Streams, segment: Segment) -> None:
-    add_into(streams.evidence, segment.evidence)
-    add_into(streams.calls, segment.calls)
+def _account(streams: Streams, work: Segment | Stretch, times: int = 1) -> None:
+    add_into(streams.evidence, work.evidence, times)
+    add_into(streams.calls, work.calls, times)

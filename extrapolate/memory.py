@@ -175,7 +175,7 @@ def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
         p
         for name, count in plan.stages[stage]
         if not _is_block(plan, name)
-        for p in _held_by(plan, stage, name) * count
+        for p in plan.held(stage, name) * count
     )
     reduced = _unit_gradients(block, working)
     if layout.pp > 1:
@@ -191,8 +191,3 @@ def _unit_gradients(block: tuple[Parameter, ...], working: str) -> int:
 
 def _is_block(plan: Plan, name: str) -> bool:
     return plan.layers[name].kind == "block"
-
-
-def _held_by(plan: Plan, stage: int, name: str) -> tuple[Parameter, ...]:
-    layer = plan.layers[name]
-    return layer.own_parameters if stage == 0 else layer.parameters

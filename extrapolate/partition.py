@@ -127,13 +127,12 @@ class Plan:
 
     def stage_parameters(self, stage: int) -> tuple[Parameter, ...]:
         """Parameters held by a stage, ties within the stage once, ties to another stage as a copy."""
-        held: list[Parameter] = []
-        has_prologue = stage == 0
-        for name, count in self.stages[stage]:
-            layer = self.layers[name]
-            own = layer.own_parameters if has_prologue else layer.parameters
-            held.extend(own * count)
-        return tuple(held)
+        return tuple(p for name, count in self.stages[stage] for p in self.held(stage, name) * count)
+
+    def held(self, stage: int, name: str) -> tuple[Parameter, ...]:
+        """Parameters of one layer as a stage holds them: a tie to another stage is a copy."""
+        layer = self.layers[name]
+        return layer.own_parameters if stage == 0 else layer.parameters
 
 
 def partition(
@@ -370,7 +369,6 @@ def held_bytes(plan: Plan, stage: int, dtype: str = "", *, trainable: bool = Fal
     """
     total = 0
     for name, count in plan.stages[stage]:
-        layer = plan.layers[name]
-        held = layer.own_parameters if stage == 0 else layer.parameters
-        total += count * parameter_bytes(tuple(p for p in held if p.trainable or not trainable), dtype)
+        held = tuple(p for p in plan.held(stage, name) if p.trainable or not trainable)
+        total += count * parameter_bytes(held, dtype)
     return total

@@ -72,7 +72,7 @@ class Stage:
         gather = layout.zero == 3 and (not pipelined or self.gathers[instruction])
         if isinstance(instruction, Forward):
             root = layout.zero == 3 and (first or not pipelined)
-            key: tuple[object, ...] = ("forward", gather, root, self.record)
+            key: tuple[object, ...] = ("forward", gather, root)
             if key not in self._passes:
                 self._passes[key] = self._forward(gather=gather, root=root)
         else:
@@ -115,7 +115,7 @@ class Stage:
             is_block = self._is_block(name)
             if gather and is_block:
                 gatherer.use()
-            if is_block and layout.recompute == "full":
+            if self._recomputes(name):
                 self.machine.repeat(streams, self._stretch(name, "recompute"))
             started = streams.now()
             self.machine.repeat(streams, self._stretch(name, kind, accumulate=accumulate))
@@ -140,7 +140,7 @@ class Stage:
         segments = self.segments[name]
         if kind == "forward":
             yield segments.forward, f"{name} forward", "forward"
-        if "recompute" in kind and self._is_block(name) and self.plan.layout.recompute == "full":
+        if "recompute" in kind and self._recomputes(name):
             yield segments.recompute, f"{name} recompute", "recompute"
         if "backward" in kind:
             yield segments.backward, f"{name} backward", "backward"
@@ -183,15 +183,16 @@ class Stage:
         return tuple(gradient_buckets([sizes[name] for name in order]))
 
     def _held(self, name: str) -> tuple[Parameter, ...]:
-        """Parameters of a layer that this stage holds: a tie to another stage is a copy."""
-        layer = self.plan.layers[name]
-        return layer.own_parameters if self.index == 0 else layer.parameters
+        return self.plan.held(self.index, name)
 
     def _trainable(self, name: str) -> tuple[Parameter, ...]:
         return tuple(p for p in self._held(name) if p.trainable)
 
     def _is_block(self, name: str) -> bool:
         return self.plan.layers[name].kind == "block"
+
+    def _recomputes(self, name: str) -> bool:
+        return self._is_block(name) and self.plan.layout.recompute == "full"
 
     def _gatherer(self, streams: Streams, names: list[str]) -> Gatherer:
         units = [self._unit(n, self._held(n)) for n in names if self._is_block(n)]

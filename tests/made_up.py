@@ -64,3 +64,16 @@ def write(rows: Iterable[Mapping[str, str]], path: Path) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+GEMM = {
+    "op": "gemm",
+    "phase": "fwd",
+    "dtype": "bf16",
+    "gpu": "A100-SXM4-80GB",
+    "qc": "ok",
+    "m": "512",
+    "n": "64",
+    "k": "32",
+}
+"""A row of an operator table: one product."""

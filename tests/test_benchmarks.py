@@ -12,8 +12,9 @@ import pytest
 from benchmarks.cases import CASES, LAYOUTS, Case, layout_string
 from benchmarks.quiet import ForeignLoad
 from benchmarks.ranks import RankGroup
-from benchmarks.scores import Single, make_row, rank_correlation, summarize
+from benchmarks.scores import Single, make_row, summarize
 from examples.train_llama import ModelConfig
+from llmprof.judge.scores import spearman
 from llmprof.schema.layout import Layout
 
 TINY = Case(
@@ -58,9 +59,9 @@ def test_scores_of_two_rows_worked_out_by_hand() -> None:
 
 
 def test_rank_correlation_of_equal_opposite_and_half_swapped_orders() -> None:
-    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
-    assert rank_correlation([1, 2, 3], [2, 1, 3]) == pytest.approx(0.5)
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 2, 3], [2, 1, 3]) == pytest.approx(0.5)
 
 
 def test_layouts_that_are_equally_fast_have_no_order_to_get_right() -> None:

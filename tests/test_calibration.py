@@ -325,9 +325,13 @@ def test_a_shift_of_links_moves_communication_alone() -> None:
 def observations(cluster: Cluster, truth: Array) -> list[Observation]:
     """Steps of four layouts in a world with these shifts, measured without error."""
     forecaster = Forecaster(profile(), cluster)
+
+    def steps_s(text: str, shifts: Array) -> Array:
+        return forecaster.probing(shifts).simulate(Layout.parse(text)).step_s
+
     found = []
     for text in ("dp=1,mb=2", "dp=2,accum=4", "tp=2,mb=2", "dp=2,zero=3,accum=2"):
-        nominal_s = partial(forecaster.probe, layout=Layout.parse(text))
+        nominal_s = partial(steps_s, text)
         found.append(Observation(name=text, step_s=float(nominal_s(truth[None])[0]), nominal_s=nominal_s))
     return found
 
@@ -338,7 +342,7 @@ def test_probes_are_the_nominal_steps_of_their_shifts(layout: str, cluster: Clus
     forecaster, at = Forecaster(profile(), cluster), Layout.parse(layout)
     shifts = np.stack([np.zeros(4), TRUTH, np.array([0.0, 0.0, 0.5, 0.0])])
     alone = [forecaster.recalibrated(replace(PRIOR, shifts=row)).simulate(at).step_s[0] for row in shifts]
-    together = forecaster.probe(shifts, at)
+    together = forecaster.probing(shifts).simulate(at).step_s
     assert together[0] == pytest.approx(alone[0], rel=1e-12)
     # what is hidden, and lost to interference, is that of the first set
     assert np.allclose(together, alone, rtol=0.01)
@@ -350,7 +354,7 @@ def test_forecasts_of_a_shifted_world_come_closer_and_narrow(cluster: Cluster) -
     seen = observations(cluster, truth)
     known = fit_calibration(seen, source="runs.csv")
     layout = Layout.parse("dp=2,zero=3,tp=2,accum=2")
-    world_s = float(Forecaster(profile(), cluster).probe(truth[None], layout)[0])
+    world_s = float(Forecaster(profile(), cluster).probing(truth[None]).simulate(layout).step_s[0])
     cold, warm = (Forecaster(profile(), cluster, calibration=c).simulate(layout) for c in (None, known))
     errors = [abs(log(float(s.step_s[0]) / world_s)) for s in (cold, warm)]
     assert errors[1] < 0.5 * errors[0]

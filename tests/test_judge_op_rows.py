@@ -10,17 +10,7 @@ from llmprof.judge.cells import Reject
 from llmprof.judge.op_rows import read_calls
 from llmprof.judge.op_shapes import Block, Fields, Matrix, Traced, Vocabulary, read_shape_cell
 from llmprof.schema.operators import bytes_moved, flops
-
-GEMM = {
-    "op": "gemm",
-    "phase": "fwd",
-    "dtype": "bf16",
-    "gpu": "A100-SXM4-80GB",
-    "qc": "ok",
-    "m": "512",
-    "n": "64",
-    "k": "32",
-}
+from tests.made_up import GEMM
 
 
 def test_a_product_and_its_gradients() -> None:

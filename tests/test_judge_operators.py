@@ -11,18 +11,7 @@ from llmprof.judge.operators import score_operators
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table, read_table
 from llmprof.schema.priors import load_priors
-from tests.made_up import PUBLISHED, needs_published
-
-GEMM = {
-    "op": "gemm",
-    "phase": "fwd",
-    "dtype": "bf16",
-    "gpu": "A100-SXM4-80GB",
-    "qc": "ok",
-    "m": "512",
-    "n": "64",
-    "k": "32",
-}
+from tests.made_up import GEMM, PUBLISHED, needs_published
 
 
 def table(kind: str, rows: list[dict[str, str]]) -> Table:

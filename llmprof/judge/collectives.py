@@ -15,7 +15,7 @@ from llmprof.judge.priced import SEEDS, Item, Scoring, read_time_us, score_items
 from llmprof.judge.result import TableScores
 from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
-from llmprof.schema.cluster import Cluster, LinkLevel
+from llmprof.schema.cluster import Cluster
 from llmprof.schema.fabric import build_cluster, usual_machine
 from llmprof.schema.priors import load_priors
 from llmprof.schema.profile import CollectiveRow, Manifest, Profile
@@ -68,7 +68,7 @@ def _read(index: int, row: dict[str, str]) -> Item:
         raise Reject(f"qc: {re.split(r'[:;(,]', said)[0].strip() or 'empty'}")
     time_us = read_time_us(row)
     work = _work(row)
-    link = _level(work)
+    link = work.cluster.level(work.span)
     moved = work.size_bytes * wire_share(work.kind, work.ranks)
     nodes = whole(row, "n_nodes") or 1
     layout = f"{nodes}x{whole(row, 'gpus_per_node') or work.ranks}"
@@ -118,9 +118,9 @@ def _cluster(gpu: str, group_per_node: int, link: str) -> Cluster:
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
     sweeps: dict[tuple[str, int, str], list[Item]] = defaultdict(list)
     for item in fitted:
-        if (
-            _level(item.work) is item.work.cluster.links[0]
-        ):  # rows do not say which of several levels they crossed
+        cluster: Cluster = item.work.cluster
+        # rows do not say which of several levels they crossed
+        if cluster.level(item.work.span) is cluster.links[0]:
             sweeps[item.work.machine].append(item)
     prices: dict[tuple[str, int, str], CollectivePrices] = {}
     found = []
@@ -139,12 +139,6 @@ def _prices(cluster: Cluster, sweep: Sequence[Item]) -> CollectivePrices:
         manifest=Manifest(name="table", world_size=world), collectives=tuple(map(_measured, sweep))
     )
     return CollectivePrices(profile, cluster, same_device=bool(sweep), priors=load_priors())
-
-
-def _level(work: _Work) -> LinkLevel:
-    """The innermost level that connects the group."""
-    links = work.cluster.links
-    return next((link for link in links if link.span == 0 or link.span >= work.span), links[-1])
 
 
 def _measured(item: Item) -> CollectiveRow:

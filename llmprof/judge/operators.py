@@ -126,7 +126,7 @@ def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[_Share, ...]:
 @lru_cache(maxsize=64)
 def _assumed_prices(name: str) -> OperatorPrices:
     device = find_device(name)
-    return OperatorPrices(_profile(device, []), device, same_device=False, priors=load_priors())
+    return OperatorPrices(_profile(device, []), device, same_device=False)
 
 
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
@@ -138,8 +138,10 @@ def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, f
         device = item.work.device
         if device.name not in prices:
             rows = measured[device.name]
-            prices[device.name] = OperatorPrices(
-                _profile(device, rows), device, same_device=bool(rows), priors=load_priors()
+            prices[device.name] = (
+                OperatorPrices(_profile(device, rows), device, same_device=True)
+                if rows
+                else _assumed_prices(device.name)
             )
     wholes = {(item.work.device.name, item.work.whole.op) for item in fitted if item.work.whole}
     found = []

@@ -102,7 +102,7 @@ class Bench:
         """Nominal steps of every reading of a row at sets of calibration shifts.
 
         Args:
-            shifts: shape (n, 4), as for `Forecaster.probe`.
+            shifts: shape (n, 4), as for `Forecaster.probing`.
 
         Returns:
             Seconds, shape (readings, n).

@@ -104,7 +104,7 @@ def score_items(table: Table, scoring: Scoring, *, fit: Fit | None) -> TableScor
     sizes = Counter(item.stratum for item in items)
     small = {key for key, count in sizes.items() if count < FEWEST_IN_STRATUM}
     first = {item.index: row for item, row in zip(items, rounds[0], strict=True)}
-    mode = f"fit {fit.kind}:{fit.amount:g}" if fit else "cold"
+    mode = f"fit {fit}" if fit else "cold"
     return TableScores(
         name=table.name,
         kind=table.kind,

@@ -27,6 +27,10 @@ class Fit(NamedTuple):
     kind: str
     amount: float
 
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"{self.kind}:{self.amount:g}"
+
 
 class Split(NamedTuple):
     """Indices of rows: fitted, and scored."""

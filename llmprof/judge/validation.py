@@ -34,7 +34,7 @@ class Request:
         if "runs" in kinds:
             modes.append(f"calibrated {self.calibrated}" if self.calibrated else "cold")
         if set(kinds) - {"runs"}:
-            modes.append(f"fit {self.fit.kind}:{self.fit.amount:g}" if self.fit else "cold")
+            modes.append(f"fit {self.fit}" if self.fit else "cold")
         return ", ".join(dict.fromkeys(modes))
 
     def ignored(self, kinds: Collection[str]) -> list[str]:

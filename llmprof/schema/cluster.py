@@ -89,3 +89,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_memory_bytes: int | None = None
     backend: str = "nccl"
     sources: dict[str, str] = {}
+
+    def level(self, span: int) -> LinkLevel:
+        """The innermost link level that connects `span` neighbouring devices."""
+        for link in self.links:
+            if link.span == 0 or link.span >= span:
+                return link
+        return self.links[-1]
