@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
 
 from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.partition import Parameter, Plan
-from llmprof.extrapolate.simulate import Array, Streams
+from llmprof.extrapolate.simulate import Array, Span, Streams
 from llmprof.schema.operators import ITEM_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-FEWEST_TOGETHER = 4
-"""More buckets than these in one layer are reduced as one row of equal ones."""
 LABEL = "reduce gradients"
+Runs = tuple[tuple[tuple[int, ...], int], ...]
+"""Gradient bytes of the parameters of one layer, and how many such layers follow each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,12 @@ def gradient_buckets(layers: Sequence[Sequence[int]]) -> Iterator[Bucket]:
         yield Bucket(size_bytes=filled, layer=at, fraction=fraction)
 
 
+@lru_cache(maxsize=1024)
+def stage_buckets(runs: Runs) -> tuple[Bucket, ...]:
+    """Buckets of a stage, from its layers in backward order, equal ones together."""
+    return tuple(gradient_buckets([sizes for sizes, count in runs for _ in range(count)]))
+
+
 def gradient_bytes(parameter: Parameter) -> int:
     """Bytes of a parameter's gradient, in the parameter's own dtype."""
     return parameter.numel * ITEM_BYTES.get(parameter.dtype, 4)
@@ -83,41 +92,58 @@ def bucket_copies(parameters: Sequence[Parameter], machine: Machine) -> Segment:
 
 @dataclass(slots=True)
 class Reducer:
-    """Reduces the buckets of one backward in order, each as soon as it is complete."""
+    """Reduces the buckets of one backward in order, each as soon as it is complete.
+
+    Attributes:
+        starts_s: for each layer so far when its backward began, and lengths of these backwards.
+    """
 
     machine: Machine
-    streams: Streams
     plan: Plan
     buckets: Sequence[Bucket]
-    _by_layer: dict[int, list[Bucket]] = field(default_factory=dict)
+    _starts: list[Array] = field(default_factory=list)
+    _lengths: list[Array] = field(default_factory=list)
     _segments: dict[int, Segment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for bucket in self.buckets:
-            self._by_layer.setdefault(bucket.layer, []).append(bucket)
+        for size in {bucket.size_bytes for bucket in self.buckets}:
+            cost = bucket_reduction(size, self.plan, self.machine.prices)
+            self._segments[size] = self.machine.segment({"dp": cost})
 
-    def layer_done(self, position: int, started: Array) -> None:
-        """The backward of the layer at `position` ran from `started` until now."""
-        buckets = self._by_layer.get(position)
-        if not buckets:
-            return
-        length = self.streams.now() - started
-        first, last = buckets[0], buckets[-1]
-        if len(buckets) <= FEWEST_TOGETHER:
-            for bucket in buckets:
-                ready = started + bucket.fraction * length
-                self.machine.beside(self.streams, self._reduction(bucket.size_bytes), (ready,), LABEL)
-            return
-        # equal buckets at equal distances: the stream is behind from the first on, or keeps up until the last
-        ready = started + first.fraction * length
-        for size, count in Counter(bucket.size_bytes for bucket in buckets[:-1]).items():
-            self.machine.beside(self.streams, self._reduction(size), (ready,), LABEL, times=count)
-        ready = started + last.fraction * length
-        self.machine.beside(self.streams, self._reduction(last.size_bytes), (ready,), LABEL)
+    def launches_s(self, first: int, count: int) -> Array | None:
+        """Host time, per layer, of reductions that `count` layers complete, None where there is none."""
+        if self.machine.cpu:
+            return None
+        done = Counter(b.size_bytes for b in self.buckets if first <= b.layer < first + count)
+        total = [times * self._segments[size].host_s for size, times in done.items()]
+        return np.add.reduce(total) / count if total else None
 
-    def _reduction(self, size_bytes: int) -> Segment:
-        found = self._segments.get(size_bytes)
-        if found is None:
-            cost = bucket_reduction(size_bytes, self.plan, self.machine.prices)
-            found = self._segments[size_bytes] = self.machine.segment({"dp": cost})
-        return found
+    def layers_done(self, count: int, start_s: Array, end_s: Array, *, share: Array | float = 1.0) -> None:
+        """`count` equal layers ran one after the other; the backward is the last `share` of each one's time."""
+        each = (end_s - start_s) / count
+        for index in range(count):
+            self._starts.append(start_s + (index + 1 - share) * each)
+            self._lengths.append(share * each)
+
+    def run(self, streams: Streams) -> None:
+        """Run all reductions on the data-parallel stream.
+
+        A bucket ends when it is complete, or the one before has ended, plus its own time: with the sums S of the
+        times up to each bucket, end = S + max over the buckets so far of (complete - sum before).
+        """
+        if not self.buckets:
+            return
+        ready = np.stack([self._starts[b.layer] + b.fraction * self._lengths[b.layer] for b in self.buckets])
+        each = np.stack([self._segments[b.size_bytes].device_s for b in self.buckets])
+        total = np.cumsum(each, axis=0)
+        ready[0] = np.maximum(ready[0], streams.now("dp"))
+        ends = total + np.maximum.accumulate(ready - (total - each), axis=0)
+        streams.clocks["dp"] = ends[-1]
+        streams.busy_s += float(total[-1, 0])
+        for size, times in Counter(b.size_bytes for b in self.buckets).items():
+            streams.ledger.beside.append((self._segments[size], times))
+        if streams.record:
+            starts = ends[:, 0] - each[:, 0]
+            streams.spans.extend(
+                Span("dp", LABEL, "dp", float(a), float(n)) for a, n in zip(starts, each[:, 0], strict=True)
+            )

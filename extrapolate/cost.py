@@ -9,8 +9,9 @@ import numpy as np
 
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, OpPrice
+from llmprof.extrapolate.ledger import Call, Calls, add_into
 from llmprof.extrapolate.partition import Op
-from llmprof.extrapolate.simulate import Array, Call, Calls, add_into
+from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors
 from llmprof.schema.operators import Tensor
 

@@ -18,14 +18,15 @@ from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.groups import axis_groups, boundary_span
 from llmprof.extrapolate.layers import LayerPricer, LayerSegments
+from llmprof.extrapolate.ledger import Call, Ledger, Parts, add_into
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
-from llmprof.extrapolate.simulate import Array, Call, Calls, Parts, Pass, Span, StageClock, add_into
+from llmprof.extrapolate.simulate import Array, Pass, Span
 from llmprof.extrapolate.stage import Stage, equal_stages
-from llmprof.extrapolate.steady import most_in_flight, run_step
+from llmprof.extrapolate.steady import StageClock, Times, most_in_flight, run_step
 from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.schema.cluster import Cluster
@@ -46,23 +47,21 @@ class StageResult:
 
     Attributes:
         end_s: when it is done with its part, input and straggling of others not counted.
-        parts: owners of its nominal time up to `end_s`.
-        evidence: nominal seconds of its work by kind of evidence.
-        calls: its collectives in one step.
+        waiting_s: nominal seconds of that in which it waits for other stages or sums gradients with them.
+        ledger: its work; the owners sum to the nominal time up to `end_s`.
         clock: its passes and waits.
         ending: what followed the last backward.
     """
 
     end_s: Array
-    parts: Parts
-    evidence: Parts
-    calls: Calls
+    waiting_s: float
+    ledger: Ledger
     clock: StageClock
     ending: Pass
 
     def spans(self) -> Iterator[Span]:
         """What ran in the nominal step."""
-        yield from self.clock.spans()
+        yield from self.clock.spans
         start = float(self.end_s[0] - self.ending.duration_s[0])
         for span in self.ending.spans:
             yield replace(span, start_s=start + span.start_s)
@@ -70,7 +69,7 @@ class StageResult:
     @property
     def busy_s(self) -> float:
         """Nominal seconds in which it does not wait for other stages."""
-        return float(self.end_s[0]) - self.parts.get("bubble", 0.0) - self.parts.get("pp", 0.0)
+        return float(self.end_s[0]) - self.waiting_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,14 +173,14 @@ class Forecaster:
         end: Array = np.maximum.reduce([s.end_s for s in stages])
         slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         extra, extra_parts = self._beyond_stages(plan, end)
-        parts = {**stages[slowest].parts, **extra_parts}
+        parts = {**stages[slowest].ledger.parts(), **extra_parts}
         add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
         return Simulation(
             plan=plan,
             machine=machine,
             step_s=(end + extra) * self._factors.model(str(plan.layout)),
             parts=parts,
-            evidence=_shares(stages[slowest], extra_parts, self._factors.calibration),
+            evidence=_shares(stages[slowest].ledger, extra_parts, self._factors.calibration),
             stages=stages,
             slowest=slowest,
             memory=self._memory(plan),
@@ -245,15 +244,20 @@ def _run_stages(
     every: bool,
 ) -> tuple[StageResult, ...]:
     """Run all stages against each other."""
-    stages = equal_stages(plan, machine, segments)
-    messages = [_message(plan, machine, cluster, i) for i in range(plan.layout.pp - 1)]
-    start = np.zeros(1 + machine.factors.draws)
-    clocks = run_step(stages, [m.device_s for m in messages], start, every=every)
+    layout = plan.layout
+    stages = equal_stages(plan, machine, segments, record=every)
+    messages = [_message(plan, machine, cluster, i) for i in range(layout.pp - 1)]
+    times = Times(
+        stages=stages,
+        transfer_s=[m.device_s for m in messages],
+        start_s=np.zeros(1 + machine.factors.draws),
+    )
+    clocks = run_step(layout.schedule, layout.accum, times, every=every)
+    results = [_end(stage, clock) for stage, clock in zip(stages, clocks, strict=True)]
     for boundary, message in enumerate(messages):
-        for stage in (boundary, boundary + 1):
-            add_into(clocks[stage].evidence, message.evidence, 2.0 * plan.layout.accum)
-            add_into(clocks[stage].calls, message.calls, 2.0 * plan.layout.accum)
-    return tuple(_end(stage, clock) for stage, clock in zip(stages, clocks, strict=True))
+        for result in results[boundary : boundary + 2]:
+            result.ledger.beside.append((message, 2.0 * layout.accum))
+    return tuple(results)
 
 
 def _message(plan: Plan, machine: Machine, cluster: Cluster, boundary: int) -> Segment:
@@ -265,15 +269,17 @@ def _message(plan: Plan, machine: Machine, cluster: Cluster, boundary: int) -> S
 
 def _end(stage: Stage, clock: StageClock) -> StageResult:
     """Close a stage: what the tail of its communication exposes, then its end of step."""
-    parts, evidence, calls = dict(clock.parts), dict(clock.evidence), dict(clock.calls)
+    ledger = clock.ledger()
     start = np.maximum(clock.now_s, clock.tail_end_s)
-    add_into(parts, {clock.tail_part: float(start[0] - clock.now_s[0])})
+    ledger.give(clock.tail_part, float(start[0] - clock.now_s[0]))
     end = stage.end_of_step()
-    add_into(parts, end.parts)
-    add_into(evidence, end.evidence)
-    add_into(calls, end.calls)
+    ledger.add(end.ledger)
     return StageResult(
-        end_s=start + end.duration_s, parts=parts, evidence=evidence, calls=calls, clock=clock, ending=end
+        end_s=start + end.duration_s,
+        waiting_s=sum(clock.waits.values()) + end.ledger.parts().get("pp", 0.0),
+        ledger=ledger,
+        clock=clock,
+        ending=end,
     )
 
 
@@ -304,9 +310,9 @@ def _jitter(profile: Profile) -> float:
     return float(min(MAX_JITTER, (high - low) / 1.349))
 
 
-def _shares(stage: StageResult, extra: Parts, calibration: Calibration) -> Parts:
+def _shares(ledger: Ledger, extra: Parts, calibration: Calibration) -> Parts:
     """Shares by kind of evidence; assumed prices are interpolated as far as calibration explains what they err by."""
-    evidence = dict(stage.evidence)
+    evidence, parts = ledger.evidence(), ledger.parts()
     add_into(evidence, {"assumed": extra["straggler"], "measured": extra["input"]})
     total = sum(evidence.values()) or 1.0
     shares = {kind: evidence.get(kind, 0.0) / total for kind in ("measured", "interpolated")}
@@ -314,8 +320,8 @@ def _shares(stage: StageResult, extra: Parts, calibration: Calibration) -> Parts
     # what hides behind other work does not move the step
     moving = {
         **assumed,
-        "link": min(assumed["link"], sum(stage.parts.get(part, 0.0) for part in COMMUNICATION_PARTS)),
-        "host": stage.parts.get("host", 0.0),
+        "link": min(assumed["link"], sum(parts.get(part, 0.0) for part in COMMUNICATION_PARTS)),
+        "host": parts.get("host", 0.0),
     }
     explained = calibration.explained(np.array([moving[name] for name in CLASSES]))
     shares["interpolated"] += explained * sum(assumed.values()) / total

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llmprof.extrapolate.cost import Cost, Prices
+from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.partition import Parameter, Plan
-from llmprof.extrapolate.simulate import Array, Streams
+from llmprof.extrapolate.simulate import MAIN, Array, Streams
 from llmprof.schema.operators import ITEM_BYTES
+
+AGREEMENT = 1e-9
+"""Relative difference of two increments that are taken as equal."""
+LAST = 2
+"""Blocks at the end of a row that are run in any case: nothing is gathered ahead there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +88,11 @@ class Gatherer:
         self._used += 1
         self.prefetch()
 
+    def skip(self, count: int, by_s: Array) -> None:
+        """Take `count` units as used, each of which moved the clocks by `by_s`."""
+        self._ready = {index + count: ready + count * by_s for index, ready in self._ready.items()}
+        self._used += count
+
     def _issue(self, index: int) -> None:
         if index in self._ready or index >= len(self.units):
             return
@@ -98,3 +111,42 @@ def scatter(unit: Unit, machine: Machine, streams: Streams) -> None:
         machine.run(streams, unit.reduce, "reduce_scatter", "communication")
     else:
         machine.beside(streams, unit.reduce, (streams.now(),), "reduce_scatter")
+
+
+def run_equal(streams: Streams, gatherer: Gatherer, count: int, one: Callable[[], None]) -> None:
+    """Run `count` equal blocks: one by one until each adds the same to every clock, then the rest at once.
+
+    Which stream waits for which no longer changes when the main stream gains on the others or keeps up with them;
+    the stream of reductions may fall behind where nothing is gathered through it. Spans are kept of blocks that are run.
+    """
+    before: dict[str, Array] = {}
+    done = 0
+    while done < count:
+        clocks, mark, busy = dict(streams.clocks), streams.ledger.mark(), streams.busy_s
+        one()
+        done += 1
+        added = {name: clock - clocks.get(name, streams.zero) for name, clock in streams.clocks.items()}
+        more = count - done - LAST
+        if more > 0 and not streams.record and _is_steady(before, added, streams, bool(gatherer.units)):
+            for name, by in added.items():
+                streams.delay(name, more * by)
+            gatherer.skip(more, added[MAIN])
+            streams.busy_s += more * (streams.busy_s - busy)
+            block = streams.ledger.since(mark)
+            for part, seconds in block.own.items():
+                streams.ledger.give(part, more * seconds)
+            streams.ledger.add(Ledger(owned=block.owned, beside=block.beside), more)
+            done += more
+        before = added
+
+
+def _is_steady(before: dict[str, Array], added: dict[str, Array], streams: Streams, gathers: bool) -> bool:
+    if before.keys() != added.keys():
+        return False
+    main = added[MAIN]
+    tolerance = AGREEMENT * streams.now()
+    if any(bool((np.abs(by - before[name]) > tolerance).any()) for name, by in added.items()):
+        return False
+    host, side = added.get("host", main), added.get("dp", main)
+    ahead = np.abs(side - main) if gathers else main - side
+    return not bool((host - main > tolerance).any() or (ahead > tolerance).any())

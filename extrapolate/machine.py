@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmprof.extrapolate.calibration import evidence_of
 from llmprof.extrapolate.cost import Cost, Prices
-from llmprof.extrapolate.simulate import MAIN, Array, Calls, Parts, Pass, Span, Streams, add_into
+from llmprof.extrapolate.ledger import Calls, Ledger, Parts, add_into
+from llmprof.extrapolate.simulate import MAIN, Array, Pass, Span, Streams
 from llmprof.extrapolate.uncertainty import Factors
 
 HOST_SPREAD = 0.2
@@ -46,41 +47,35 @@ class Stretch:
         steps: the segments with their label and phase.
         device_s, host_s: sums over the segments.
         launched_s: when the device is done if it was free all the time and the host began at 0: it waits for launches.
-        parts, evidence, calls: sums over the segments.
+        ledger: the segments.
     """
 
     steps: tuple[tuple[Segment, str, str], ...]
     device_s: Array
     host_s: Array
     launched_s: Array
-    parts: Parts
-    evidence: Parts
-    calls: Calls
+    ledger: Ledger
+
+    def alone_s(self, machine: Machine) -> Array:
+        """Time of one run on a main stream that nothing else holds up."""
+        return self.device_s + self.host_s if machine.cpu else np.maximum(self.device_s, self.launched_s)
+
+    def launching(self, host_s: Array) -> Stretch:
+        """The same work with further launches at its end, of work beside the main stream."""
+        return replace(self, host_s=self.host_s + host_s)
 
     @classmethod
     def of(cls, *steps: tuple[Segment, str, str]) -> Stretch:
         """Put segments, at least one, in a row."""
         device = host = launched = steps[0][0].device_s * 0.0
-        parts: Parts = {}
-        evidence: Parts = {}
-        calls: Calls = {}
+        ledger = Ledger()
         for segment, _, _ in steps:
             start = np.maximum(launched, host)
             host = host + segment.host_s
             launched = np.maximum(start + segment.device_s, host)
             device = device + segment.device_s
-            add_into(parts, segment.parts)
-            add_into(evidence, segment.evidence)
-            add_into(calls, segment.calls)
-        return cls(
-            steps=steps,
-            device_s=device,
-            host_s=host,
-            launched_s=launched,
-            parts=parts,
-            evidence=evidence,
-            calls=calls,
-        )
+            ledger.add(segment)
+        return cls(steps=steps, device_s=device, host_s=host, launched_s=launched, ledger=ledger)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,16 +115,15 @@ class Machine:
 
     def run(self, streams: Streams, segment: Segment, label: str = "", phase: str = "") -> Array:
         """Run a segment on the main stream; returns when it ends. On a GPU the device may wait for its launch."""
-        _account(streams, segment)
+        streams.ledger.add(segment)
         if self.cpu:
-            parts = segment.parts
             if segment.host_s[0]:
-                parts = {**parts, "host": parts.get("host", 0.0) + float(segment.host_s[0])}
-            return streams.run_main(segment.device_s + segment.host_s, parts, label=label, phase=phase)
+                streams.ledger.give("host", float(segment.host_s[0]))
+            return streams.run_main(segment.device_s + segment.host_s, label=label, phase=phase)
         launch = streams.now("host")
         launched = streams.run("host", segment.host_s)
         streams.wait(launch, "host")
-        streams.run_main(segment.device_s, segment.parts, label=label, phase=phase)
+        streams.run_main(segment.device_s, label=label, phase=phase)
         streams.wait(launched, "host")
         return streams.now()
 
@@ -139,7 +133,7 @@ class Machine:
         On a GPU one run is main' = max(main + D, host + L), host' = host + H with the stretch's device, launched and
         host times D, L and H; n runs are main' = max(main + n D, host + L + (n - 1) max(D, H)), host' = host + n H.
         """
-        _account(streams, stretch, times)
+        streams.ledger.add(stretch.ledger, times)
         start = streams.now()
         if self.cpu:
             end = start + times * (stretch.device_s + stretch.host_s)
@@ -151,11 +145,10 @@ class Machine:
             )
             streams.clocks["host"] = host + times * stretch.host_s
         streams.clocks[MAIN] = end
-        add_into(streams.parts, stretch.parts, times)
         device = times * float(stretch.device_s[0])
         waited = float(end[0] - start[0]) - device
         if waited > 1e-12 * device:
-            streams.parts["host"] = streams.parts.get("host", 0.0) + waited
+            streams.ledger.give("host", waited)
         if streams.record:
             streams.spans.extend(self._spans(stretch, times, float(start[0]), float(end[0])))
         return end
@@ -171,29 +164,21 @@ class Machine:
                     yield Span(MAIN, label, phase, at, length)
                 at += length
 
-    def beside(
-        self, streams: Streams, segment: Segment, after: Sequence[Array], label: str, *, times: int = 1
-    ) -> Array:
-        """Run communication, `times` over, on the data-parallel stream once `after` is reached; returns when it ends."""
-        _account(streams, segment, times)
+    def beside(self, streams: Streams, segment: Segment, after: Sequence[Array], label: str) -> Array:
+        """Run communication on the data-parallel stream once `after` is reached; returns when it ends."""
+        streams.ledger.beside.append((segment, 1.0))
         if not self.cpu:
-            streams.run("host", times * segment.host_s if times > 1 else segment.host_s)
-        duration = times * segment.device_s if times > 1 else segment.device_s
-        return streams.run("dp", duration, after=after, label=label)
+            streams.run("host", segment.host_s)
+        return streams.run("dp", segment.device_s, after=after, label=label)
 
     def finish(self, streams: Streams) -> Pass:
         """Close a pass; on a GPU hidden communication has slowed the computation it hid behind."""
         if not self.cpu and "dp" in streams.clocks:
             end = float(streams.now()[0])
-            exposed = streams.parts.get("dp", 0.0) + max(0.0, float(streams.clocks["dp"][0]) - end)
+            exposed = streams.ledger.own.get("dp", 0.0) + max(0.0, float(streams.clocks["dp"][0]) - end)
             hidden = max(0.0, min(streams.busy_s - exposed, end))
             if hidden > 0:
                 lost = INTERFERENCE * hidden * self.factors.factor("interference", INTERFERENCE_SPREAD)
-                streams.run_main(lost, {"dp": float(lost[0])})
+                streams.run_main(lost, "dp")
                 streams.delay("dp", lost)
         return streams.finish()
-
-
-def _account(streams: Streams, work: Segment | Stretch, times: int = 1) -> None:
-    add_into(streams.evidence, work.evidence, times)
-    add_into(streams.calls, work.calls, times)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from llmprof.extrapolate.compute import OpPrice
 from llmprof.extrapolate.forecast import Simulation, StageResult
 from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
+from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine
 from llmprof.extrapolate.optimizer import optimizer_ops
 from llmprof.extrapolate.partition import LayerWork, Op, Plan
-from llmprof.extrapolate.simulate import Call
 from llmprof.schema.operators import bytes_moved, format_shapes
 from llmprof.schema.profile import PHASES, CollectiveRow, MemoryRow, OperatorRow, PhaseRow, SpanRow
 
@@ -99,15 +99,16 @@ def collective_rows(simulation: Simulation, backend: str) -> tuple[CollectiveRow
 def _collective_rows(
     stage: int, result: StageResult, simulation: Simulation, backend: str
 ) -> Iterator[CollectiveRow]:
-    priced = {call: _call_price(call, simulation.machine) for call in result.calls}
+    calls, parts = result.ledger.calls(), result.ledger.parts()
+    priced = {call: _call_price(call, simulation.machine) for call in calls}
     total: dict[str, float] = {}
-    for call, count in result.calls.items():
+    for call, count in calls.items():
         axis = _AXES.get(call.axis, call.axis)
         total[axis] = total.get(axis, 0.0) + priced[call].time_s * count
-    for call, count in result.calls.items():
+    for call, count in calls.items():
         axis = _AXES.get(call.axis, call.axis)
         seconds, spread = priced[call].time_s, priced[call].spread
-        exposed = min(result.parts.get(axis, 0.0), total[axis])
+        exposed = min(parts.get(axis, 0.0), total[axis])
         yield CollectiveRow(
             rank=stage,
             kind=call.kind,
@@ -133,8 +134,9 @@ def phase_rows(simulation: Simulation, step_us: float) -> tuple[PhaseRow, ...]:
     """Phases of every stage; they sum to the step, waiting of any kind is idle."""
     rows: list[PhaseRow] = []
     for stage, result in enumerate(simulation.stages):
-        seconds = {phase: result.parts.get(phase, 0.0) for phase in PHASES}
-        seconds["communication"] = sum(result.parts.get(axis, 0.0) for axis in ("tp", "dp", "pp"))
+        parts = result.ledger.parts()
+        seconds = {phase: parts.get(phase, 0.0) for phase in PHASES}
+        seconds["communication"] = sum(parts.get(axis, 0.0) for axis in ("tp", "dp", "pp"))
         seconds["input"] = simulation.parts.get("input", 0.0)
         seconds["idle"] = 0.0
         values = {phase: value * 1e6 for phase, value in seconds.items()}

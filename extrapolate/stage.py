@@ -7,22 +7,29 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_buckets, gradient_bytes
+from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_bytes, stage_buckets
 from llmprof.extrapolate.cost import Cost
-from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, scatter
+from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, run_equal, scatter
+from llmprof.extrapolate.graph import Kind
 from llmprof.extrapolate.layers import LayerSegments
+from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.partition import Parameter, Plan, held_bytes, parameter_bytes
-from llmprof.extrapolate.schedule import Backward, Forward
-from llmprof.extrapolate.simulate import Call, Pass, Streams
+from llmprof.extrapolate.partition import Names, Parameter, Plan, held_bytes, parameter_bytes
+from llmprof.extrapolate.simulate import Pass, Streams
 
 
-def equal_stages(plan: Plan, machine: Machine, segments: dict[str, LayerSegments]) -> list[Stage]:
-    """All stages of a plan; those with the same layers and the same part in ties share their passes."""
+def equal_stages(
+    plan: Plan, machine: Machine, segments: dict[str, LayerSegments], *, record: bool
+) -> list[Stage]:
+    """All stages of a plan; those with the same layers and the same part in ties share their passes.
+
+    Args:
+        record: keep spans.
+    """
     first_of: dict[tuple[object, ...], Stage] = {}
     stages = []
     for index, layers in enumerate(plan.stages):
-        stage = Stage(index=index, plan=plan, machine=machine, segments=segments)
+        stage = Stage(index=index, plan=plan, machine=machine, segments=segments, record=record)
         alike = first_of.setdefault((layers, index == 0, stage.holds_tied), stage)
         stages.append(replace(alike, index=index))
     return stages
@@ -34,8 +41,6 @@ class Stage:
 
     Attributes:
         segments: of each kind of layer.
-        gathers: for each instruction, whether sharded blocks must be gathered first.
-        microbatches: of the step that is run.
         record: keep spans.
     """
 
@@ -43,8 +48,6 @@ class Stage:
     plan: Plan
     machine: Machine
     segments: dict[str, LayerSegments]
-    gathers: dict[Forward | Backward, bool] = field(default_factory=dict)
-    microbatches: int = 1
     record: bool = True
     _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
@@ -56,75 +59,103 @@ class Stage:
         return bool(self.plan.tied) and self.index in (0, self.plan.layout.pp - 1)
 
     @property
-    def names(self) -> list[str]:
-        """Layers in forward order."""
-        return [name for name, count in self.plan.stages[self.index] for _ in range(count)]
+    def layers(self) -> Names:
+        """Layers in forward order, equal ones together."""
+        return self.plan.stages[self.index]
 
-    def run(self, instruction: Forward | Backward) -> Pass:
-        """The pass behind an instruction; equal passes are simulated once.
+    def run(self, kind: Kind) -> Pass:
+        """The pass of a kind; equal passes are simulated once.
 
         Gradients are reduced with the last microbatch; sharded gradients (zero=2, and zero=3 outside a
         pipeline) with every one.
         """
         layout = self.plan.layout
         pipelined = layout.pp > 1
-        first = instruction.microbatch == 0
-        gather = layout.zero == 3 and (not pipelined or self.gathers[instruction])
-        if isinstance(instruction, Forward):
-            root = layout.zero == 3 and (first or not pipelined)
+        gather = layout.zero == 3 and (not pipelined or kind.gather)
+        if not kind.backward:
+            root = layout.zero == 3 and (kind.first or not pipelined)
             key: tuple[object, ...] = ("forward", gather, root)
             if key not in self._passes:
                 self._passes[key] = self._forward(gather=gather, root=root)
         else:
-            last = instruction.microbatch == self.microbatches - 1
-            sync = last or layout.zero == 2 or (layout.zero == 3 and not pipelined)
-            key = ("backward", gather, not first, sync)
+            sync = kind.last or layout.zero == 2 or (layout.zero == 3 and not pipelined)
+            key = ("backward", gather, not kind.first, sync and (layout.dp > 1 or layout.zero == 3))
             if key not in self._passes:
-                self._passes[key] = self._backward(gather=gather, accumulate=not first, sync=sync)
+                self._passes[key] = self._backward(gather=gather, accumulate=not kind.first, sync=sync)
         return self._passes[key]
 
     def _forward(self, *, gather: bool, root: bool) -> Pass:
         streams = self._streams()
         if root:
             Gatherer(self.machine, streams, [self._root_unit()]).use()
-        if not gather:
-            for name, count in self.plan.stages[self.index]:
-                self.machine.repeat(streams, self._stretch(name, "forward"), count)
-            return self.machine.finish(streams)
-        gatherer = self._gatherer(streams, self.names)
-        for name in self.names:
-            if self._is_block(name):
-                gatherer.use()
-            self.machine.repeat(streams, self._stretch(name, "forward"))
+        gatherer = self._gatherer(streams, self.layers if gather else ())
+        for name, count in self.layers:
+            stretch = self._stretch(name, "forward")
+            if not gather:
+                self.machine.repeat(streams, stretch, count)
+                continue
+
+            def one(name: str = name, stretch: Stretch = stretch) -> None:
+                if self._is_block(name):
+                    gatherer.use()
+                self.machine.repeat(streams, stretch)
+
+            run_equal(streams, gatherer, count, one)
         return self.machine.finish(streams)
 
     def _backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
+        if self.plan.layout.zero == 3:
+            return self._sharded_backward(gather=gather, accumulate=accumulate, sync=sync)
         streams, layout = self._streams(), self.plan.layout
-        reduces = sync and layout.zero < 3 and layout.dp > 1
-        if not gather and not reduces and not (sync and layout.zero == 3):
-            for name, count in reversed(self.plan.stages[self.index]):
-                stretch = self._stretch(name, "recompute and backward", accumulate=accumulate)
-                self.machine.repeat(streams, stretch, count)
-            return self.machine.finish(streams)
-        order = self.names[::-1]
-        gatherer = self._gatherer(streams, order if gather else [])
-        gatherer.prefetch()
-        reducer = Reducer(self.machine, streams, self.plan, self._buckets(order) if reduces else ())
+        order = self.layers[::-1]
+        reduces = sync and layout.dp > 1
         kind = "backward and copies" if reduces and layout.zero == 0 else "backward"
-        for position, name in enumerate(order):
-            is_block = self._is_block(name)
-            if gather and is_block:
-                gatherer.use()
-            if self._recomputes(name):
-                self.machine.repeat(streams, self._stretch(name, "recompute"))
+        reducer = Reducer(self.machine, self.plan, self._buckets(order) if reduces else ())
+        position = 0
+        for name, count in order:
+            stretch = self._stretch(name, f"recompute and {kind}", accumulate=accumulate)
+            launches = reducer.launches_s(position, count)
             started = streams.now()
-            self.machine.repeat(streams, self._stretch(name, kind, accumulate=accumulate))
-            if sync and layout.zero == 3 and is_block:
-                scatter(self._unit(name, self._held(name)), self.machine, streams)
-            reducer.layer_done(position, started)
-        if sync and layout.zero == 3:
-            scatter(self._root_unit(), self.machine, streams)
+            ended = self.machine.repeat(
+                streams, stretch if launches is None else stretch.launching(launches), count
+            )
+            if reduces:
+                again = self._stretch(name, "recompute") if self._recomputes(name) else None
+                share = (
+                    1.0
+                    if again is None
+                    else 1.0 - again.alone_s(self.machine) / stretch.alone_s(self.machine)
+                )
+                reducer.layers_done(count, started, ended, share=share)
+            position += count
+        reducer.run(streams)
         if layout.pp == 1:
+            # torch's backward ends when its reductions have; in a pipeline other stages' work goes on beside them
+            streams.wait(streams.now("dp"), "dp")
+        return self.machine.finish(streams)
+
+    def _sharded_backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
+        streams = self._streams()
+        order = self.layers[::-1]
+        gatherer = self._gatherer(streams, order if gather else ())
+        gatherer.prefetch()
+        for name, count in order:
+            stretch = self._stretch(name, "recompute and backward", accumulate=accumulate)
+            if not gather and not sync:
+                self.machine.repeat(streams, stretch, count)
+                continue
+
+            def one(name: str = name, stretch: Stretch = stretch) -> None:
+                if gather and self._is_block(name):
+                    gatherer.use()
+                self.machine.repeat(streams, stretch)
+                if sync and self._is_block(name):
+                    scatter(self._unit(name, self._held(name)), self.machine, streams)
+
+            run_equal(streams, gatherer, count, one)
+        if sync:
+            scatter(self._root_unit(), self.machine, streams)
+        if self.plan.layout.pp == 1:
             # torch's backward ends when its reductions have; in a pipeline other stages' work goes on beside them
             streams.wait(streams.now("dp"), "dp")
         return self.machine.finish(streams)
@@ -153,14 +184,20 @@ class Stage:
 
     def end_of_step(self) -> Pass:
         """What follows the last backward: copies out of buckets, tied gradients, optimizer, updated parameters."""
+        key = ("end",)
+        if key not in self._passes:
+            self._passes[key] = self._end_of_step()
+        return self._passes[key]
+
+    def _end_of_step(self) -> Pass:
         streams, machine, layout = self._streams(), self.machine, self.plan.layout
         if layout.zero == 0 and layout.dp > 1:
-            for name, count in self.plan.stages[self.index]:
+            for name, count in self.layers:
                 machine.repeat(streams, self._stretch(name, "copies"), count)
         if self.holds_tied:
             segment = machine.segment({"pp": self._tied_reduction()})
             machine.run(streams, segment, "reduce tied gradients", "communication")
-        for name, count in self.plan.stages[self.index]:
+        for name, count in self.layers:
             machine.repeat(streams, self._stretch(name, "optimizer"), count)
         if layout.zero in (1, 2):
             working = self.plan.precision.activation if self.plan.precision.mixed else ""
@@ -178,9 +215,10 @@ class Stage:
     def _streams(self) -> Streams:
         return Streams(zero=np.zeros(1 + self.machine.factors.draws), record=self.record)
 
-    def _buckets(self, order: list[str]) -> tuple[Bucket, ...]:
-        sizes = {name: tuple(map(gradient_bytes, self._trainable(name))) for name in set(order)}
-        return tuple(gradient_buckets([sizes[name] for name in order]))
+    def _buckets(self, order: Names) -> tuple[Bucket, ...]:
+        return stage_buckets(
+            tuple((tuple(map(gradient_bytes, self._trainable(name))), count) for name, count in order)
+        )
 
     def _held(self, name: str) -> tuple[Parameter, ...]:
         return self.plan.held(self.index, name)
@@ -194,13 +232,13 @@ class Stage:
     def _recomputes(self, name: str) -> bool:
         return self._is_block(name) and self.plan.layout.recompute == "full"
 
-    def _gatherer(self, streams: Streams, names: list[str]) -> Gatherer:
-        units = [self._unit(n, self._held(n)) for n in names if self._is_block(n)]
-        return Gatherer(self.machine, streams, units)
+    def _gatherer(self, streams: Streams, layers: Names) -> Gatherer:
+        blocks = [(self._unit(n, self._held(n)), count) for n, count in layers if self._is_block(n)]
+        return Gatherer(self.machine, streams, [unit for unit, count in blocks for _ in range(count)])
 
     def _root_unit(self) -> Unit:
-        held = tuple(p for name in self.names if not self._is_block(name) for p in self._held(name))
-        return self._unit("root", held)
+        rest = [(name, count) for name, count in self.layers if not self._is_block(name)]
+        return self._unit("root", tuple(p for name, count in rest for p in self._held(name) * count))
 
     def _unit(self, name: str, parameters: tuple[Parameter, ...]) -> Unit:
         if name not in self._units:

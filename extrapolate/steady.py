@@ -8,22 +8,17 @@ out short, by at most the difference of the two periods (a test bounds it by 3 %
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from llmprof.extrapolate.schedule import (
-    SCHEDULES,
-    Backward,
-    Forward,
-    Instruction,
-    gathers_needed,
-    in_flight,
-)
-from llmprof.extrapolate.simulate import Array, Pipeline, StageClock, add_into
-from llmprof.extrapolate.stage import Stage
+from llmprof.extrapolate.graph import Course, Graph, Kind, build_graph
+from llmprof.extrapolate.ledger import Ledger, Parts
+from llmprof.extrapolate.schedule import SCHEDULES, Instruction, in_flight
+from llmprof.extrapolate.simulate import Array, Pass, Span
 
 AGREEMENT = 1e-9
 """Relative difference of two increments that are taken as equal."""
@@ -48,52 +43,162 @@ def most_in_flight(schedule: str, num_stages: int, microbatches: int) -> tuple[i
     return tuple(b + (microbatches - short) * (b - a) for a, b in zip(before, last, strict=True))
 
 
-def run_step(
-    stages: Sequence[Stage], transfer_s: Sequence[Array], start_s: Array, *, every: bool = False
-) -> list[StageClock]:
+class StagePasses(Protocol):
+    """What a step asks of a stage."""
+
+    def run(self, kind: Kind) -> Pass:
+        """A pass of a kind; kinds of other stages are not asked for."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageClock:
+    """One stage at the end of its last backward.
+
+    Attributes:
+        now_s: end of its last instruction.
+        tail_end_s: when work on side streams ends; `tail_part` owns what that exposes.
+        passes: by kind its passes and how often they ran.
+        waits: nominal seconds that it stood still: "pp" while a message moved, "bubble" before.
+        spans: of the nominal step, where they were asked for.
+    """
+
+    now_s: Array
+    tail_end_s: Array
+    tail_part: str
+    passes: dict[int, tuple[Pass, float]]
+    waits: Parts
+    spans: tuple[Span, ...] = ()
+
+    def ledger(self) -> Ledger:
+        """All its passes and waits."""
+        found = Ledger(own=dict(self.waits))
+        for run, times in self.passes.values():
+            found.add(run.ledger, times)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """What a layout fills into a graph.
+
+    Attributes:
+        stages: their passes.
+        transfer_s: for each boundary, the time of one message.
+        start_s: common start, shape (1 + draws,).
+    """
+
+    stages: Sequence[StagePasses]
+    transfer_s: Sequence[Array]
+    start_s: Array
+
+
+@lru_cache(maxsize=256)
+def _graph(schedule: str, num_stages: int, microbatches: tuple[int, ...]) -> Graph:
+    return build_graph(programs(schedule, num_stages, n) for n in microbatches)
+
+
+def run_step(schedule: str, microbatches: int, times: Times, *, every: bool = False) -> list[StageClock]:
     """Clocks of all stages at the end of their last backward.
 
     Args:
-        stages: in order; their layout says the schedule and the number of microbatches.
-        transfer_s: for each boundary, the time of one message.
-        start_s: common start, shape (1 + draws,).
         every: simulate every microbatch and keep spans; else there are none.
     """
-    total, number = stages[0].plan.layout.accum, len(stages)
-    if not every:
-        for times, plus in TRIALS:
-            fewest = times * number + plus
-            if total <= fewest + 2:
+    number = len(times.stages)
+    if every:
+        whole = [programs(schedule, number, microbatches)]
+        return _clocks(build_graph(whole, lean=False), times, spans=True)[0]
+    for factor, plus in TRIALS:
+        fewest = factor * number + plus
+        if microbatches <= fewest + 2:
+            break
+        trial = _clocks(_graph(schedule, number, (fewest, fewest + 1, fewest + 2)), times)
+        if _periodic(trial):
+            more = microbatches - fewest - 2
+            return [_longer(b, c, more) for b, c in zip(trial[1], trial[2], strict=True)]
+    return _clocks(_graph(schedule, number, (microbatches,)), times)[0]
+
+
+def _clocks(graph: Graph, times: Times, *, spans: bool = False) -> list[list[StageClock]]:
+    """Clocks of every course of a graph."""
+    passes = [times.stages[kind.stage].run(kind) for kind in graph.kinds]
+    filled = _Filled(
+        graph=graph,
+        times=times,
+        passes=passes,
+        ends=graph.ends([run.duration_s for run in passes] + list(times.transfer_s), times.start_s),
+    )
+    return [filled.clocks(course, spans=spans) for course in graph.courses]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Filled:
+    """A graph with the times of a layout.
+
+    Attributes:
+        passes: by kind.
+        ends: of the tasks, the start last.
+    """
+
+    graph: Graph
+    times: Times
+    passes: Sequence[Pass]
+    ends: Sequence[Array]
+
+    def clocks(self, course: Course, *, spans: bool) -> list[StageClock]:
+        nominal = np.array([end[0] for end in self.ends])
+        exposed = course.exposed_s(nominal, np.array([t[0] for t in self.times.transfer_s]))
+        return [
+            self._clock(
+                course, stage, *waits, spans=tuple(self._spans(course, stage, nominal)) if spans else ()
+            )
+            for stage, waits in enumerate(exposed)
+        ]
+
+    def _clock(
+        self, course: Course, stage: int, moving_s: float, bubble_s: float, *, spans: tuple[Span, ...]
+    ) -> StageClock:
+        tail_end_s, part = self.times.start_s, "dp"
+        for run in reversed(course.runs[stage]):
+            found = self.passes[run.kind]
+            if found.tail_s is not None:
+                tail_end_s, part = self.ends[run.task] + found.tail_s, found.tail_part
                 break
-            trial = [_run(stages, transfer_s, start_s, fewest + i, record=False) for i in range(3)]
-            if _periodic(trial, _busiest(stages)):
-                return [_longer(b, c, total - fewest - 2) for b, c in zip(trial[1], trial[2], strict=True)]
-    return _run(stages, transfer_s, start_s, total, record=every)
+        return StageClock(
+            now_s=np.maximum.reduce([self.ends[task] for task in course.ends[stage]]),
+            tail_end_s=tail_end_s,
+            tail_part=part,
+            passes={kind: (self.passes[kind], float(n)) for kind, n in course.counts[stage].items()},
+            waits={"pp": moving_s, "bubble": bubble_s},
+            spans=spans,
+        )
+
+    def _spans(self, course: Course, stage: int, nominal: Array) -> Iterator[Span]:
+        """Waits, instructions on the stream "schedule", and what ran inside them on its own streams."""
+        for wait in course.waits[stage]:
+            arrived = max(range(len(wait.messages)), key=lambda i: float(nominal[wait.messages[i]]))
+            until, slowest = float(nominal[wait.messages[arrived]]), wait.transfers[arrived]
+            gap = until - float(max(nominal[task] for task in wait.since))
+            if gap > 0:
+                moving = min(gap, float(self.times.transfer_s[slowest.boundary][0]))
+                yield Span("pp", f"{slowest.what} {slowest.microbatch}", "pp", until - moving, moving)
+        for task, kind, microbatch in course.runs[stage]:
+            run = self.passes[kind]
+            length = float(run.duration_s[0])
+            start = float(nominal[task]) - length
+            phase = "backward" if self.graph.kinds[kind].backward else "forward"
+            yield Span("schedule", f"{phase} {microbatch}", phase, start, length)
+            for span in run.spans:
+                yield Span(span.stream, span.name, span.phase, start + span.start_s, span.duration_s)
 
 
-def _run(
-    stages: Sequence[Stage], transfer_s: Sequence[Array], start_s: Array, microbatches: int, *, record: bool
-) -> list[StageClock]:
-    found = programs(stages[0].plan.layout.schedule, len(stages), microbatches)
-    for stage, program in zip(stages, found, strict=True):
-        stage.microbatches, stage.record = microbatches, record
-        stage.gathers = gathers_needed(program) if stage.plan.layout.zero == 3 else {}
-    return Pipeline(programs=found, stages=stages, transfer_s=transfer_s).run(start_s)
-
-
-def _busiest(stages: Sequence[Stage]) -> Array:
-    """Time of one microbatch on the stage that works longest: no period is shorter."""
-    middle = 1  # neither the first microbatch, which has nothing to accumulate, nor the last, which reduces
-    work = [s.run(Forward(middle)).duration_s + s.run(Backward(middle)).duration_s for s in stages]
-    return np.asarray(np.maximum.reduce(work))
-
-
-def _periodic(trial: Sequence[Sequence[StageClock]], busiest_s: Array) -> bool:
+def _periodic(trial: Sequence[Sequence[StageClock]]) -> bool:
     """Whether the last microbatch added to every clock what the one before it had added, and no stage falls behind.
 
     A stage that works longer than the others wait may catch up with the rest only later: then the period is not yet
     the final one, and it is shorter than that stage's work.
     """
+    busiest_s = np.maximum.reduce([_added_s(b, c) for b, c in zip(trial[1], trial[2], strict=True)])
     for a, b, c in zip(*trial, strict=True):
         for earlier, middle, later in (
             (a.now_s, b.now_s, c.now_s),
@@ -108,17 +213,23 @@ def _periodic(trial: Sequence[Sequence[StageClock]], busiest_s: Array) -> bool:
     return True
 
 
+def _added_s(before: StageClock, last: StageClock) -> Array:
+    """Work of the one microbatch that the last step has more: no period is shorter."""
+    total = np.zeros_like(last.now_s)
+    for kind, (run, times) in last.passes.items():
+        more = times - (before.passes[kind][1] if kind in before.passes else 0.0)
+        if more:
+            total = total + more * run.duration_s
+    return total
+
+
 def _longer(before: StageClock, last: StageClock, more: int) -> StageClock:
     """The clock after `more` further microbatches, each adding what the last one added."""
-    longer = replace(
+    counts = {kind: n for kind, (_, n) in before.passes.items()}
+    return replace(
         last,
         now_s=last.now_s + more * (last.now_s - before.now_s),
         tail_end_s=last.tail_end_s + more * (last.tail_end_s - before.tail_end_s),
-        parts=dict(last.parts),
-        evidence=dict(last.evidence),
-        calls=dict(last.calls),
+        passes={k: (run, n + more * (n - counts.get(k, 0.0))) for k, (run, n) in last.passes.items()},
+        waits={part: w + more * (w - before.waits[part]) for part, w in last.waits.items()},
     )
-    for name in ("parts", "evidence", "calls"):
-        total, earlier = getattr(longer, name), getattr(before, name)
-        add_into(total, {k: v - earlier.get(k, 0.0) for k, v in getattr(last, name).items()}, more)
-    return longer

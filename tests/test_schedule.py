@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmprof.extrapolate.graph import Kind
+from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.schedule import (
     SCHEDULES,
     Backward,
@@ -18,7 +20,8 @@ from llmprof.extrapolate.schedule import (
     gathers_needed,
     in_flight,
 )
-from llmprof.extrapolate.simulate import Array, Pass, Pipeline, StageClock
+from llmprof.extrapolate.simulate import Pass
+from llmprof.extrapolate.steady import StageClock, Times, run_step
 
 ZERO = np.zeros(1)
 
@@ -29,19 +32,18 @@ class Fixed:
     def __init__(self, forward: float, backward: float) -> None:
         self._seconds = (forward, backward)
 
-    def run(self, instruction: Forward | Backward) -> Pass:
-        seconds = self._seconds[isinstance(instruction, Backward)]
-        return Pass(duration_s=np.array([seconds]), parts={"forward": seconds})
+    def run(self, kind: Kind) -> Pass:
+        seconds = self._seconds[kind.backward]
+        return Pass(duration_s=np.array([seconds]), ledger=Ledger(own={"forward": seconds}))
 
 
 def run(
     name: str, stages: Sequence[Fixed], microbatches: int, transfer: float | Sequence[float] = 0.0
 ) -> list[StageClock]:
     count = len(stages)
-    times = [transfer] * (count - 1) if isinstance(transfer, float) else list(transfer)
-    moving: list[Array] = [np.array([t]) for t in times]
-    programs = [list(SCHEDULES[name](s, count, microbatches)) for s in range(count)]
-    return Pipeline(programs=programs, stages=stages, transfer_s=moving).run(ZERO)
+    moving = [transfer] * (count - 1) if isinstance(transfer, float) else list(transfer)
+    times = Times(stages=stages, transfer_s=[np.array([t]) for t in moving], start_s=ZERO)
+    return run_step(name, microbatches, times, every=True)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -83,7 +85,7 @@ def test_bubble_in_closed_form(name: str, stages: int, microbatches: int) -> Non
     busy = microbatches * 3.0
     assert (total - busy) / total == pytest.approx((stages - 1) / (microbatches + stages - 1))
     first = clocks[0]
-    assert first.parts.get("bubble", 0.0) + busy == pytest.approx(float(first.now_s[0]))
+    assert first.ledger().parts().get("bubble", 0.0) + busy == pytest.approx(float(first.now_s[0]))
 
 
 def test_two_stage_gpipe_by_hand() -> None:
@@ -94,9 +96,9 @@ def test_two_stage_gpipe_by_hand() -> None:
     clocks = run("gpipe", [Fixed(1.0, 2.0)] * 2, 2, 0.5)
     assert float(clocks[1].now_s[0]) == pytest.approx(9.0)
     assert float(clocks[0].now_s[0]) == pytest.approx(11.0)
-    assert clocks[0].parts["forward"] == pytest.approx(6.0)
-    assert clocks[0].parts["pp"] + clocks[0].parts["bubble"] == pytest.approx(5.0)
-    starts = {s.name: s.start_s for s in clocks[1].spans() if s.stream == "schedule"}
+    assert clocks[0].ledger().parts()["forward"] == pytest.approx(6.0)
+    assert clocks[0].ledger().parts()["pp"] + clocks[0].ledger().parts()["bubble"] == pytest.approx(5.0)
+    starts = {s.name: s.start_s for s in clocks[1].spans if s.stream == "schedule"}
     assert starts == {"forward 0": 1.5, "forward 1": 3.0, "backward 0": 4.0, "backward 1": 6.0}
 
 
@@ -115,18 +117,16 @@ def test_slow_link_is_the_pipeline() -> None:
     # with messages far longer than compute, 1F1B moves one message each way at a time
     clocks = run("1f1b", [Fixed(0.001, 0.002)] * 2, 4, 1.0)
     assert float(clocks[0].now_s[0]) == pytest.approx(5.0, abs=0.1)
-    assert clocks[0].parts["pp"] > 0.9 * float(clocks[0].now_s[0]) - 1.0
+    assert clocks[0].ledger().parts()["pp"] > 0.9 * float(clocks[0].now_s[0]) - 1.0
 
 
 def test_sampled_runs_are_independent_pipelines() -> None:
     class Sampled:
-        def run(self, instruction: Forward | Backward) -> Pass:
-            return Pass(duration_s=np.array([1.0, 2.0, 4.0]), parts={"forward": 1.0})
+        def run(self, kind: Kind) -> Pass:
+            return Pass(duration_s=np.array([1.0, 2.0, 4.0]), ledger=Ledger(own={"forward": 1.0}))
 
-    programs = [list(SCHEDULES["1f1b"](s, 3, 4)) for s in range(3)]
-    clocks = Pipeline(programs=programs, stages=[Sampled()] * 3, transfer_s=[np.zeros(3)] * 2).run(
-        np.zeros(3)
-    )
+    times = Times(stages=[Sampled()] * 3, transfer_s=[np.zeros(3)] * 2, start_s=np.zeros(3))
+    clocks = run_step("1f1b", 4, times)
     assert clocks[0].now_s == pytest.approx(np.array([1.0, 2.0, 4.0]) * 12)
 
 

@@ -43,21 +43,21 @@ def streams() -> Streams:
 
 def test_side_stream_hides_behind_the_main_one() -> None:
     on = streams()
-    first = on.run_main(np.array([2.0]), {"forward": 2.0})
+    first = on.run_main(np.array([2.0]), "forward")
     on.run("dp", np.array([1.0]), after=(first,))
-    on.run_main(np.array([2.0]), {"forward": 2.0})
+    on.run_main(np.array([2.0]), "forward")
     found = on.finish()
     assert float(found.duration_s[0]) == 4.0
     assert found.tail_s is not None and float(found.tail_s[0]) == 0.0
-    assert found.parts == {"forward": 4.0}
+    assert found.ledger.parts() == {"forward": 4.0}
 
 
 def test_wait_belongs_to_who_is_waited_for() -> None:
     on = streams()
     gathered = on.run("dp", np.array([3.0]))
-    on.run_main(np.array([1.0]), {"forward": 1.0})
+    on.run_main(np.array([1.0]), "forward")
     on.wait(gathered, "dp")
-    on.run_main(np.array([1.0]), {"forward": 1.0})
+    on.run_main(np.array([1.0]), "forward")
     assert on.parts == {"forward": 2.0, "dp": 2.0}
     assert float(on.now(MAIN)[0]) == 4.0
 
@@ -127,7 +127,7 @@ def test_hidden_communication_costs_something_on_a_gpu() -> None:
     target.beside(on, seconds(4.0, part="dp"), (start,), "reduce")
     target.run(on, seconds(10.0))
     found = target.finish(on)
-    assert found.parts["dp"] == pytest.approx(0.08 * 4.0)
+    assert found.ledger.parts()["dp"] == pytest.approx(0.08 * 4.0)
     assert float(found.duration_s[0]) == pytest.approx(11.32)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -11,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmprof.extrapolate.graph import Kind
+from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.schedule import Backward, Forward, in_flight
+from llmprof.extrapolate.schedule import in_flight
 from llmprof.extrapolate.simulate import Pass, Streams
-from llmprof.extrapolate.stage import Stage
-from llmprof.extrapolate.steady import most_in_flight, programs, run_step
+from llmprof.extrapolate.steady import Times, most_in_flight, programs, run_step
 
 times = st.floats(0.1, 10.0)
 
@@ -24,29 +24,23 @@ times = st.floats(0.1, 10.0)
 class FixedStage:
     """A stage whose first backward is cheaper (nothing to accumulate) and whose last one leaves a tail behind."""
 
-    plan: Any
     forward: Pass
     backward: Pass
-    gathers: dict[Any, bool] = field(default_factory=dict)
-    microbatches: int = 1
 
-    def run(self, instruction: Forward | Backward) -> Pass:
-        if isinstance(instruction, Forward):
+    def run(self, kind: Kind) -> Pass:
+        if not kind.backward:
             return self.forward
-        duration = self.backward.duration_s * (0.9 if instruction.microbatch == 0 else 1.0)
-        last = instruction.microbatch == self.microbatches - 1
-        part = {"compute": float(duration[0])}
-        return Pass(duration_s=duration, parts=part, tail_s=0.7 * duration if last else None)
+        duration = self.backward.duration_s * (0.9 if kind.first else 1.0)
+        ledger = Ledger(own={"compute": float(duration[0])})
+        return Pass(duration_s=duration, ledger=ledger, tail_s=0.7 * duration if kind.last else None)
 
 
-def make_stages(schedule: str, microbatches: int, durations: list[tuple[float, float]]) -> list[Stage]:
-    plan = SimpleNamespace(layout=SimpleNamespace(schedule=schedule, accum=microbatches, zero=0))
-
+def make_stages(durations: list[tuple[float, float]]) -> list[FixedStage]:
     def one(duration: float) -> Pass:
         draws = duration * np.array([1.0, 1.3, 0.8])
-        return Pass(duration_s=draws, parts={"compute": duration})
+        return Pass(duration_s=draws, ledger=Ledger(own={"compute": duration}))
 
-    return [cast("Stage", FixedStage(plan, one(f), one(b))) for f, b in durations]
+    return [FixedStage(one(f), one(b)) for f, b in durations]
 
 
 @settings(deadline=None, max_examples=60)
@@ -59,15 +53,16 @@ def make_stages(schedule: str, microbatches: int, durations: list[tuple[float, f
 def test_a_few_microbatches_tell_the_rest(
     schedule: str, durations: list[tuple[float, float]], microbatches: int, transfer: float
 ) -> None:
-    stages = make_stages(schedule, microbatches, durations)
     links = [np.full(3, transfer)] * (len(durations) - 1)
-    short = run_step(stages, links, np.zeros(3))
-    full = run_step(stages, links, np.zeros(3), every=True)
+    made = Times(stages=make_stages(durations), transfer_s=links, start_s=np.zeros(3))
+    short = run_step(schedule, microbatches, made)
+    full = run_step(schedule, microbatches, made, every=True)
     for a, b in zip(short, full, strict=True):
         np.testing.assert_allclose(a.now_s, b.now_s, rtol=0.03)
         np.testing.assert_allclose(a.tail_end_s, b.tail_end_s, rtol=0.03)
-        assert sum(a.parts.values()) == pytest.approx(float(a.now_s[0]), rel=1e-9)
-        assert a.parts["compute"] == pytest.approx(b.parts["compute"], rel=1e-9)
+        parts = a.ledger().parts()
+        assert sum(parts.values()) == pytest.approx(float(a.now_s[0]), rel=1e-9)
+        assert parts["compute"] == pytest.approx(b.ledger().parts()["compute"], rel=1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -83,10 +78,10 @@ def test_equal_stages_with_a_longer_last_one_are_exact(
 ) -> None:
     forward, backward = duration
     durations = [duration] * (stages - 1) + [(forward * (1 + head), backward * (1 + head))]
-    made = make_stages(schedule, microbatches, durations)
     links = [np.full(3, 0.02 * forward)] * (stages - 1)
-    short = run_step(made, links, np.zeros(3))
-    full = run_step(made, links, np.zeros(3), every=True)
+    made = Times(stages=make_stages(durations), transfer_s=links, start_s=np.zeros(3))
+    short = run_step(schedule, microbatches, made)
+    full = run_step(schedule, microbatches, made, every=True)
     for a, b in zip(short, full, strict=True):
         np.testing.assert_allclose(a.now_s, b.now_s, rtol=2e-3)
 
