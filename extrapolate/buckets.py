@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.machine import Machine, Segment
@@ -18,6 +19,7 @@ from llmprof.schema.operators import ITEM_BYTES
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 LABEL = "reduce gradients"
+Index = NDArray[np.intp]
 Runs = tuple[tuple[tuple[int, ...], int], ...]
 """Gradient bytes of the parameters of one layer, and how many such layers follow each other."""
 
@@ -61,10 +63,46 @@ def gradient_buckets(layers: Sequence[Sequence[int]]) -> Iterator[Bucket]:
         yield Bucket(size_bytes=filled, layer=at, fraction=fraction)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """Buckets of a stage in the order of their reduction, one array entry for each.
+
+    Attributes:
+        sizes: distinct sizes in bytes.
+        size: index into `sizes`.
+        run: which row of equal layers completes it.
+        before: layers of that row before the one that completes it.
+        fraction: as in Bucket.
+        counts: for each row of equal layers how many buckets of which size it completes.
+    """
+
+    sizes: tuple[int, ...]
+    size: Index
+    run: Index
+    before: Index
+    fraction: Array
+    counts: tuple[dict[int, int], ...]
+
+
 @lru_cache(maxsize=1024)
-def stage_buckets(runs: Runs) -> tuple[Bucket, ...]:
+def stage_buckets(runs: Runs) -> Buckets:
     """Buckets of a stage, from its layers in backward order, equal ones together."""
-    return tuple(gradient_buckets([sizes for sizes, count in runs for _ in range(count)]))
+    found = list(gradient_buckets([sizes for sizes, count in runs for _ in range(count)]))
+    firsts = np.cumsum([0, *(count for _, count in runs)])
+    layer = np.array([b.layer for b in found], dtype=np.intp)
+    run = np.searchsorted(firsts, layer, side="right") - 1
+    sizes = sorted({b.size_bytes for b in found})
+    counts = [
+        Counter(b.size_bytes for b, r in zip(found, run, strict=True) if r == i) for i in range(len(runs))
+    ]
+    return Buckets(
+        sizes=tuple(sizes),
+        size=np.array([sizes.index(b.size_bytes) for b in found], dtype=np.intp),
+        run=run,
+        before=layer - firsts[run],
+        fraction=np.array([b.fraction for b in found]),
+        counts=tuple(map(dict, counts)),
+    )
 
 
 def gradient_bytes(parameter: Parameter) -> int:
@@ -95,35 +133,32 @@ class Reducer:
     """Reduces the buckets of one backward in order, each as soon as it is complete.
 
     Attributes:
-        starts_s: for each layer so far when its backward began, and lengths of these backwards.
+        plan: says over which groups.
+        buckets: of the stage.
     """
 
     machine: Machine
     plan: Plan
-    buckets: Sequence[Bucket]
-    _starts: list[Array] = field(default_factory=list)
-    _lengths: list[Array] = field(default_factory=list)
+    buckets: Buckets
+    _rows: list[tuple[Array, Array, Array]] = field(default_factory=list)
     _segments: dict[int, Segment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for size in {bucket.size_bytes for bucket in self.buckets}:
+        for size in self.buckets.sizes:
             cost = bucket_reduction(size, self.plan, self.machine.prices)
             self._segments[size] = self.machine.segment({"dp": cost})
 
-    def launches_s(self, first: int, count: int) -> Array | None:
-        """Host time, per layer, of reductions that `count` layers complete, None where there is none."""
-        if self.machine.cpu:
+    def launches_s(self, run: int, count: int) -> Array | None:
+        """Host time, per layer, of reductions that a row of `count` layers completes; None where there is none."""
+        if self.machine.cpu or not self.buckets.counts[run]:
             return None
-        done = Counter(b.size_bytes for b in self.buckets if first <= b.layer < first + count)
-        total = [times * self._segments[size].host_s for size, times in done.items()]
-        return np.add.reduce(total) / count if total else None
+        done = self.buckets.counts[run].items()
+        return np.asarray(sum(times * self._segments[size].host_s for size, times in done) / count)
 
-    def layers_done(self, count: int, start_s: Array, end_s: Array, *, share: Array | float = 1.0) -> None:
-        """`count` equal layers ran one after the other; the backward is the last `share` of each one's time."""
+    def row_done(self, count: int, start_s: Array, end_s: Array, *, share: Array | float = 1.0) -> None:
+        """A row of `count` equal layers ran; the backward is the last `share` of each one's time."""
         each = (end_s - start_s) / count
-        for index in range(count):
-            self._starts.append(start_s + (index + 1 - share) * each)
-            self._lengths.append(share * each)
+        self._rows.append((start_s, each, share * each))
 
     def run(self, streams: Streams) -> None:
         """Run all reductions on the data-parallel stream.
@@ -131,19 +166,19 @@ class Reducer:
         A bucket ends when it is complete, or the one before has ended, plus its own time: with the sums S of the
         times up to each bucket, end = S + max over the buckets so far of (complete - sum before).
         """
-        if not self.buckets:
+        at = self.buckets
+        if not at.sizes:
             return
-        ready = np.stack([self._starts[b.layer] + b.fraction * self._lengths[b.layer] for b in self.buckets])
-        each = np.stack([self._segments[b.size_bytes].device_s for b in self.buckets])
-        total = np.cumsum(each, axis=0)
+        start, each, backward = (np.stack(rows)[at.run] for rows in zip(*self._rows, strict=True))
+        ready = start + (at.before + 1)[:, None] * each - (1 - at.fraction)[:, None] * backward
         ready[0] = np.maximum(ready[0], streams.now("dp"))
-        ends = total + np.maximum.accumulate(ready - (total - each), axis=0)
+        time = np.stack([self._segments[size].device_s for size in at.sizes])[at.size]
+        total = np.cumsum(time, axis=0)
+        ends = total + np.maximum.accumulate(ready - (total - time), axis=0)
         streams.clocks["dp"] = ends[-1]
         streams.busy_s += float(total[-1, 0])
-        for size, times in Counter(b.size_bytes for b in self.buckets).items():
-            streams.ledger.beside.append((self._segments[size], times))
+        for count in at.counts:
+            streams.ledger.beside.extend((self._segments[size], float(n)) for size, n in count.items())
         if streams.record:
-            starts = ends[:, 0] - each[:, 0]
-            streams.spans.extend(
-                Span("dp", LABEL, "dp", float(a), float(n)) for a, n in zip(starts, each[:, 0], strict=True)
-            )
+            pairs = zip(ends[:, 0] - time[:, 0], time[:, 0], strict=True)
+            streams.spans.extend(Span("dp", LABEL, "dp", float(a), float(n)) for a, n in pairs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, hypot, sqrt
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _WILD = 3.0
 """Residual, in units of the model error, at which one row ceases to widen all intervals."""
 
 
+@lru_cache(maxsize=4096)
 def class_of(name: str) -> int | None:
     """Index in CLASSES of a shared factor such as "matmul:assumed"; None when calibration leaves it alone."""
     if not name.endswith(ASSUMED):
@@ -50,6 +52,7 @@ def class_of(name: str) -> int | None:
     return CLASSES.index("matmul" if stem in MATMUL_FAMILIES else "memory")
 
 
+@lru_cache(maxsize=4096)
 def evidence_of(name: str) -> str:
     """Under what the time of a factor counts as evidence: its kind, assumed prices also by class ("assumed:link")."""
     index = class_of(name)

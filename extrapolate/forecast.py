@@ -17,8 +17,8 @@ from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.groups import axis_groups, boundary_span
-from llmprof.extrapolate.layers import LayerPricer, LayerSegments
-from llmprof.extrapolate.ledger import Call, Ledger, Parts, add_into
+from llmprof.extrapolate.layers import LayerKey, LayerPricer, LayerSegments
+from llmprof.extrapolate.ledger import Call, FlatLedger, Ledger, Parts, add_into
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
@@ -127,7 +127,7 @@ class Forecaster:
         self._operators = OperatorPrices(profile, cluster.device, same_device=self._same)
         self._collectives = CollectivePrices(profile, cluster, same_device=self._same)
         self._scale = window_scale(profile, self._operators)
-        self._layers: dict[tuple[object, ...], dict[str, LayerWork]] = {}
+        self._layers: dict[LayerKey, dict[str, LayerWork]] = {}
         self._pricer = LayerPricer()
 
     def recalibrated(self, calibration: Calibration) -> Forecaster:
@@ -173,14 +173,15 @@ class Forecaster:
         end: Array = np.maximum.reduce([s.end_s for s in stages])
         slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         extra, extra_parts = self._beyond_stages(plan, end)
-        parts = {**stages[slowest].ledger.parts(), **extra_parts}
+        ledger = stages[slowest].ledger.flat()
+        parts = {**ledger.parts(), **extra_parts}
         add_into(parts, {"bubble": float(end[0] - stages[slowest].end_s[0])})
         return Simulation(
             plan=plan,
             machine=machine,
             step_s=(end + extra) * self._factors.model(str(plan.layout)),
             parts=parts,
-            evidence=_shares(stages[slowest].ledger, extra_parts, self._factors.calibration),
+            evidence=_shares(ledger, extra_parts, self._factors.calibration),
             stages=stages,
             slowest=slowest,
             memory=self._memory(plan),
@@ -191,11 +192,11 @@ class Forecaster:
             ),
         )
 
-    def _plan(self, layout: Layout, seq: int) -> tuple[Plan, tuple[object, ...]]:
+    def _plan(self, layout: Layout, seq: int) -> tuple[Plan, LayerKey]:
         captured, kind = self._workload.precision, self.cluster.device.kind
         masters = self._workload.source == "reference"
         rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind, masters=masters)
-        key = (layout.tp, layout.sp, layout.mb, seq, rule.target)
+        key = LayerKey(layout.tp, layout.sp, layout.mb, seq, rule.target)
         if key not in self._layers:
             self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)
         plan = partition(self._workload, layout, seq=seq, precision=rule, layers=self._layers[key])
@@ -310,7 +311,7 @@ def _jitter(profile: Profile) -> float:
     return float(min(MAX_JITTER, (high - low) / 1.349))
 
 
-def _shares(ledger: Ledger, extra: Parts, calibration: Calibration) -> Parts:
+def _shares(ledger: FlatLedger, extra: Parts, calibration: Calibration) -> Parts:
     """Shares by kind of evidence; assumed prices are interpolated as far as calibration explains what they err by."""
     evidence, parts = ledger.evidence(), ledger.parts()
     add_into(evidence, {"assumed": extra["straggler"], "measured": extra["input"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.machine import Machine, Segment
@@ -14,13 +15,33 @@ from llmprof.schema.operators import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSegments:
-    """One layer for one microbatch (optimizer: for one step)."""
+    """One layer for one microbatch (optimizer: for one step); `accumulate` is None in a step of one microbatch."""
 
     forward: Segment
     backward: Segment
-    recompute: Segment
-    accumulate: Segment
+    accumulate: Segment | None
     optimizer: Segment
+
+    @property
+    def recompute(self) -> Segment:
+        """The forward once more, owned by recomputation."""
+        parts = {"recompute" if part == "forward" else part: s for part, s in self.forward.parts.items()}
+        return replace(self.forward, parts=parts)
+
+
+class LayerKey(NamedTuple):
+    """What layers of two plans have in common when it is equal."""
+
+    tp: int
+    sp: bool
+    mb: int
+    seq: int
+    precision: str
+
+    @property
+    def state(self) -> tuple[int, bool, str]:
+        """What their parameters have in common."""
+        return self.tp, self.sp, self.precision
 
 
 @dataclass(slots=True)
@@ -29,28 +50,28 @@ class LayerPricer:
 
     _known: dict[tuple[Hashable, ...], Segment] = field(default_factory=dict)
 
-    def segments(self, plan: Plan, machine: Machine, *, key: Hashable) -> dict[str, LayerSegments]:
+    def segments(self, plan: Plan, machine: Machine, *, key: LayerKey) -> dict[str, LayerSegments]:
         """Segments of every layer of a plan, by layer name.
 
         Args:
             key: equal for plans whose layers are equal.
         """
-        return {
-            name: self._layer(layer, plan, machine, key=(key, name)) for name, layer in plan.layers.items()
-        }
+        return {name: self._layer(layer, plan, machine, key=key) for name, layer in plan.layers.items()}
 
-    def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: Hashable) -> LayerSegments:
-        layout, group = plan.layout, machine.prices.group["tp"]
+    def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: LayerKey) -> LayerSegments:
+        layout, group, name = plan.layout, machine.prices.group["tp"], layer.name
+        sharded = (layout.zero, layout.dp_shard, layout.pp == 1)
         return LayerSegments(
-            forward=self._once((key, group, "forward"), lambda: _forward(layer, machine, "forward")),
-            recompute=self._once((key, group, "recompute"), lambda: _forward(layer, machine, "recompute")),
-            backward=self._once((key, group, "backward"), lambda: _backward(layer, machine)),
+            forward=self._once((key, name, group, "forward"), lambda: _forward(layer, machine)),
+            backward=self._once((key, name, group, "backward"), lambda: _backward(layer, machine)),
             accumulate=self._once(
-                (key, "accumulate", layout.zero, layout.dp_shard, layout.pp == 1),
+                (key.state, name, "accumulate", sharded),
                 lambda: machine.segment({"backward_weight": _accumulation(layer, plan, machine)}),
-            ),
+            )
+            if layout.accum > 1
+            else None,
             optimizer=self._once(
-                (key, "optimizer", layout.zero == 3, layout.dp_shard),
+                (key.state, name, "optimizer", layout.zero == 3, layout.dp_shard),
                 lambda: machine.segment({"optimizer": _optimizer(layer, plan, machine)}),
             ),
         )
@@ -61,9 +82,11 @@ class LayerPricer:
         return self._known[key]
 
 
-def _forward(layer: LayerWork, machine: Machine, part: str) -> Segment:
+def _forward(layer: LayerWork, machine: Machine) -> Segment:
     prices = machine.prices
-    return machine.segment({part: prices.compute(layer.forward), "tp": prices.communication(layer.forward)})
+    return machine.segment(
+        {"forward": prices.compute(layer.forward), "tp": prices.communication(layer.forward)}
+    )
 
 
 def _backward(layer: LayerWork, machine: Machine) -> Segment:

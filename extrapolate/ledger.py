@@ -48,6 +48,36 @@ class Work(Protocol):
     def calls(self) -> Calls: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FlatLedger:
+    """An account without nested ones, each piece of work once; the attributes are those of Ledger."""
+
+    own: Parts
+    owned: list[tuple[Work, float]]
+    beside: list[tuple[Work, float]]
+
+    def parts(self) -> Parts:
+        """Owners of the main stream's nominal time; they sum to it."""
+        total = dict(self.own)
+        for work, times in self.owned:
+            add_into(total, work.parts, times)
+        return total
+
+    def evidence(self) -> Parts:
+        """Nominal seconds of all work, hidden or not, by kind of evidence."""
+        total: Parts = {}
+        for work, times in self.owned + self.beside:
+            add_into(total, work.evidence, times)
+        return total
+
+    def calls(self) -> Calls:
+        """All collectives."""
+        total: Calls = {}
+        for work, times in self.owned + self.beside:
+            add_into(total, work.calls, times)
+        return total
+
+
 @dataclass(slots=True)
 class Ledger:
     """An account of work.
@@ -82,36 +112,15 @@ class Ledger:
 
     def parts(self) -> Parts:
         """Owners of the main stream's nominal time; they sum to it."""
-        total, owned, _ = self._flat()
-        for work, times in owned:
-            add_into(total, work.parts, times)
-        return total
+        return self.flat().parts()
 
-    def evidence(self) -> Parts:
-        """Nominal seconds of all work, hidden or not, by kind of evidence."""
-        total: Parts = {}
-        for work, times in self._all():
-            add_into(total, work.evidence, times)
-        return total
-
-    def calls(self) -> Calls:
-        """All collectives."""
-        total: Calls = {}
-        for work, times in self._all():
-            add_into(total, work.calls, times)
-        return total
-
-    def _all(self) -> list[tuple[Work, float]]:
-        _, owned, beside = self._flat()
-        return owned + beside
-
-    def _flat(self) -> tuple[Parts, list[tuple[Work, float]], list[tuple[Work, float]]]:
+    def flat(self) -> FlatLedger:
         """The nested accounts as one, equal pieces of work once."""
         own: Parts = {}
         owned: dict[int, tuple[Work, float]] = {}
         beside: dict[int, tuple[Work, float]] = {}
         self._collect(1.0, own, owned, beside)
-        return own, list(owned.values()), list(beside.values())
+        return FlatLedger(own, list(owned.values()), list(beside.values()))
 
     def _collect(
         self,

@@ -94,24 +94,28 @@ class Machine:
 
     def segment(self, costs: dict[str, Cost]) -> Segment:
         """Costs by the part that owns them, as one piece of work."""
-        device = self.factors.factor("none", 0.0) * 0.0
-        total = Cost()
+        device = np.zeros(1 + self.factors.draws)
         parts: Parts = {}
-        for part, cost in costs.items():
-            sampled = cost.sample(self.factors)
-            device = device + sampled
-            if sampled[0]:
-                parts[part] = parts.get(part, 0.0) + float(sampled[0])
-            total = total.plus(cost)
         evidence: Parts = {}
-        for (name, kind), seconds in total.seconds.items():
-            factor = f"{name}:{kind}"
-            add_into(evidence, {evidence_of(factor): seconds * self.factors.nominal(factor)})
+        calls: Calls = {}
+        host_s = 0.0
+        for part, cost in costs.items():
+            host_s += cost.host_s
+            add_into(calls, cost.calls)
+            if not cost.seconds:
+                continue
+            sampled = cost.sample(self.factors)
+            device += sampled
+            parts[part] = float(sampled[0])
+            for (name, kind), seconds in cost.seconds.items():
+                factor = f"{name}:{kind}"
+                known = evidence_of(factor)
+                evidence[known] = evidence.get(known, 0.0) + seconds * self.factors.nominal(factor)
         launches = f"host:{self.prices.operators.host_kind()}"
-        host = total.host_s * self.factors.factor(launches, HOST_SPREAD)
+        host = host_s * self.factors.factor(launches, HOST_SPREAD)
         if self.cpu:
             add_into(evidence, {evidence_of(launches): float(host[0])})
-        return Segment(device_s=device, host_s=host, parts=parts, evidence=evidence, calls=total.calls)
+        return Segment(device_s=device, host_s=host, parts=parts, evidence=evidence, calls=calls)
 
     def run(self, streams: Streams, segment: Segment, label: str = "", phase: str = "") -> Array:
         """Run a segment on the main stream; returns when it ends. On a GPU the device may wait for its launch."""

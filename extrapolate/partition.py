@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
@@ -95,6 +95,20 @@ class LayerWork:
     saved_bytes: int
     boundary_bytes: int
     temporary_bytes: int
+    _sizes: dict[tuple[bool, str, bool], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def held_bytes(self, *, tied: bool, dtype: str, trainable: bool) -> int:
+        """Bytes of its parameters, in their own dtype or in the one given.
+
+        Args:
+            tied: with those that are ties to another layer's.
+            trainable: of those that are trained alone.
+        """
+        key = (tied, dtype, trainable)
+        if key not in self._sizes:
+            held = self.parameters if tied else self.own_parameters
+            self._sizes[key] = parameter_bytes(tuple(p for p in held if p.trainable or not trainable), dtype)
+        return self._sizes[key]
 
     @property
     def matmul_flops(self) -> int:
@@ -205,6 +219,7 @@ class _Evaluate:
     precision: PrecisionRule
     sp: bool = False
     dispatched: bool = True
+    _known: dict[tuple[tuple[TensorSpec, ...], str], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def layer(self, spec: LayerSpec, trace: LayerTrace) -> LayerWork:
         locals_ = trace.parameters or tuple(p.shape for p in spec.parameters)
@@ -215,10 +230,9 @@ class _Evaluate:
             if not _is_bookkeeping(o)
         ]
         backward = tuple(o for o in ops if o.phase.startswith("backward"))
-        saved = tuple(self.tensor(t) for t in trace.saved)
-        boundary: tuple[Tensor, ...] = (self.tensor(trace.boundary),) if trace.boundary else ()
-        if spec.kind != "loss":
-            saved, boundary = self.precision.activations(saved), self.precision.activations(boundary)
+        stored = "own" if spec.kind == "loss" else "activations"
+        saved = self.tensors(tuple(trace.saved), stored)
+        boundary = self.tensors((trace.boundary,), stored) if trace.boundary else ()
         results = sorted((sum(size_bytes(t) for t in o.outputs) for o in backward), reverse=True)
         return LayerWork(
             name=spec.name,
@@ -238,24 +252,32 @@ class _Evaluate:
             temporary_bytes=sum(results[:2]),
         )
 
-    def tensor(self, spec: TensorSpec) -> Tensor:
-        return Tensor(spec.shape_at(self.batch, self.seq), spec.dtype, spec.group)
+    def tensors(self, specs: tuple[TensorSpec, ...], rule: str) -> tuple[Tensor, ...]:
+        """Concrete tensors, in their own dtype or by the rule for "activations" or "matmul"; equal lists are one."""
+        found = self._known.get((specs, rule))
+        if found is None:
+            found = tuple(Tensor(t.shape_at(self.batch, self.seq), t.dtype, t.group) for t in specs)
+            if rule == "matmul":
+                found = self.precision.matmul(found)
+            elif rule == "activations":
+                found = self.precision.activations(found)
+            self._known[specs, rule] = found
+        return found
 
     def op(self, spec: OpSpec, *, loss: bool, wrapped: bool) -> Op:
-        inputs = tuple(self.tensor(t) for t in spec.inputs)
-        outputs = tuple(self.tensor(t) for t in spec.outputs)
         found = "collective" if spec.collective else family(spec.op)
+        read = written = "own"
         if spec.phase != "optimizer" and self.precision.changes:
             if found in MATMUL_FAMILIES:
-                inputs, outputs = self.precision.matmul(inputs), self.precision.activations(outputs)
+                read, written = "matmul", "activations"
             elif not loss:
-                inputs, outputs = self.precision.activations(inputs), self.precision.activations(outputs)
+                read = written = "activations"
         return Op(
             op=spec.op,
             phase=spec.phase,
             module=spec.module,
-            inputs=inputs,
-            outputs=outputs,
+            inputs=self.tensors(spec.inputs, read),
+            outputs=self.tensors(spec.outputs, written),
             count=spec.count,
             attributes=frozenset(spec.attributes),
             collective=spec.collective,
@@ -367,8 +389,7 @@ def held_bytes(plan: Plan, stage: int, dtype: str = "", *, trainable: bool = Fal
     Args:
         dtype: counted in this dtype; "" for their own.
     """
-    total = 0
-    for name, count in plan.stages[stage]:
-        held = tuple(p for p in plan.held(stage, name) if p.trainable or not trainable)
-        total += count * parameter_bytes(held, dtype)
-    return total
+    return sum(
+        count * plan.layers[name].held_bytes(tied=stage > 0, dtype=dtype, trainable=trainable)
+        for name, count in plan.stages[stage]
+    )

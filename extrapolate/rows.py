@@ -99,7 +99,8 @@ def collective_rows(simulation: Simulation, backend: str) -> tuple[CollectiveRow
 def _collective_rows(
     stage: int, result: StageResult, simulation: Simulation, backend: str
 ) -> Iterator[CollectiveRow]:
-    calls, parts = result.ledger.calls(), result.ledger.parts()
+    ledger = result.ledger.flat()
+    calls, parts = ledger.calls(), ledger.parts()
     priced = {call: _call_price(call, simulation.machine) for call in calls}
     total: dict[str, float] = {}
     for call, count in calls.items():

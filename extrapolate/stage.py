@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llmprof.extrapolate.buckets import Bucket, Reducer, bucket_copies, gradient_bytes, stage_buckets
+from llmprof.extrapolate.buckets import Buckets, Reducer, bucket_copies, gradient_bytes, stage_buckets
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, run_equal, scatter
 from llmprof.extrapolate.graph import Kind
@@ -15,7 +15,7 @@ from llmprof.extrapolate.layers import LayerSegments
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.partition import Names, Parameter, Plan, held_bytes, parameter_bytes
-from llmprof.extrapolate.simulate import Pass, Streams
+from llmprof.extrapolate.simulate import Array, Pass, Streams
 
 
 def equal_stages(
@@ -110,29 +110,29 @@ class Stage:
         order = self.layers[::-1]
         reduces = sync and layout.dp > 1
         kind = "backward and copies" if reduces and layout.zero == 0 else "backward"
-        reducer = Reducer(self.machine, self.plan, self._buckets(order) if reduces else ())
-        position = 0
-        for name, count in order:
+        reducer = Reducer(self.machine, self.plan, self._buckets(order)) if reduces else None
+        for run, (name, count) in enumerate(order):
             stretch = self._stretch(name, f"recompute and {kind}", accumulate=accumulate)
-            launches = reducer.launches_s(position, count)
+            launches = reducer.launches_s(run, count) if reducer else None
             started = streams.now()
             ended = self.machine.repeat(
                 streams, stretch if launches is None else stretch.launching(launches), count
             )
-            if reduces:
-                again = self._stretch(name, "recompute") if self._recomputes(name) else None
-                share = (
-                    1.0
-                    if again is None
-                    else 1.0 - again.alone_s(self.machine) / stretch.alone_s(self.machine)
-                )
-                reducer.layers_done(count, started, ended, share=share)
-            position += count
-        reducer.run(streams)
+            if reducer:
+                reducer.row_done(count, started, ended, share=self._backward_share(name, stretch))
+        if reducer:
+            reducer.run(streams)
         if layout.pp == 1:
             # torch's backward ends when its reductions have; in a pipeline other stages' work goes on beside them
             streams.wait(streams.now("dp"), "dp")
         return self.machine.finish(streams)
+
+    def _backward_share(self, name: str, stretch: Stretch) -> Array | float:
+        """Share of a layer's recomputation and backward that is backward."""
+        if not self._recomputes(name):
+            return 1.0
+        again = self._stretch(name, "recompute")
+        return 1.0 - again.alone_s(self.machine) / stretch.alone_s(self.machine)
 
     def _sharded_backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
         streams = self._streams()
@@ -175,7 +175,7 @@ class Stage:
             yield segments.recompute, f"{name} recompute", "recompute"
         if "backward" in kind:
             yield segments.backward, f"{name} backward", "backward"
-            if accumulate:
+            if accumulate and segments.accumulate:
                 yield segments.accumulate, "", ""
         if "copies" in kind:
             yield bucket_copies(self._trainable(name), self.machine), "", ""
@@ -215,7 +215,7 @@ class Stage:
     def _streams(self) -> Streams:
         return Streams(zero=np.zeros(1 + self.machine.factors.draws), record=self.record)
 
-    def _buckets(self, order: Names) -> tuple[Bucket, ...]:
+    def _buckets(self, order: Names) -> Buckets:
         return stage_buckets(
             tuple((tuple(map(gradient_bytes, self._trainable(name))), count) for name, count in order)
         )

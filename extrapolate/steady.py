@@ -1,9 +1,9 @@
 """A step of many microbatches from a few: once a pipeline repeats itself, every further microbatch adds the same.
 
 Task times are constant, so a schedule is a max-plus linear system, which becomes periodic (Baccelli et al. 1992,
-Synchronization and Linearity, theorem 3.112). Three short steps, each one microbatch longer, show whether it has.
-A stage that is slower than the rest by less than a transfer may take the lead later than that: then the long step comes
-out short, by at most the difference of the two periods (a test bounds it by 3 % for stages that differ tenfold).
+Synchronization and Linearity, theorem 3.112). Three short steps, each one microbatch longer, show whether it has: where
+forwards and backwards alternate, every stage must have been in the same rhythm twice; where they do not, every clock must
+have moved on as before, by no less than the slowest stage works.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmprof.extrapolate.simulate import Array, Pass, Span
 
 AGREEMENT = 1e-9
 """Relative difference of two increments that are taken as equal."""
-TRIALS = ((1, 3), (2, 6))
+TRIALS = ((1, 3), (2, 6), (5, 15))
 """(times the stages, plus) microbatches after which a schedule may have become periodic."""
 
 
@@ -107,28 +107,31 @@ def run_step(schedule: str, microbatches: int, times: Times, *, every: bool = Fa
     number = len(times.stages)
     if every:
         whole = [programs(schedule, number, microbatches)]
-        return _clocks(build_graph(whole, lean=False), times, spans=True)[0]
+        filled = _fill(build_graph(whole, lean=False), times)
+        return filled.clocks(filled.graph.courses[0], spans=True)
     for factor, plus in TRIALS:
         fewest = factor * number + plus
         if microbatches <= fewest + 2:
             break
-        trial = _clocks(_graph(schedule, number, (fewest, fewest + 1, fewest + 2)), times)
+        filled = _fill(_graph(schedule, number, (fewest, fewest + 1, fewest + 2)), times)
+        if not filled.in_rhythm(filled.graph.courses[2]):
+            continue
+        trial = [filled.clocks(course) for course in filled.graph.courses]
         if _periodic(trial):
             more = microbatches - fewest - 2
             return [_longer(b, c, more) for b, c in zip(trial[1], trial[2], strict=True)]
-    return _clocks(_graph(schedule, number, (microbatches,)), times)[0]
+    filled = _fill(_graph(schedule, number, (microbatches,)), times)
+    return filled.clocks(filled.graph.courses[0])
 
 
-def _clocks(graph: Graph, times: Times, *, spans: bool = False) -> list[list[StageClock]]:
-    """Clocks of every course of a graph."""
+def _fill(graph: Graph, times: Times) -> _Filled:
     passes = [times.stages[kind.stage].run(kind) for kind in graph.kinds]
-    filled = _Filled(
+    return _Filled(
         graph=graph,
         times=times,
         passes=passes,
         ends=graph.ends([run.duration_s for run in passes] + list(times.transfer_s), times.start_s),
     )
-    return [filled.clocks(course, spans=spans) for course in graph.courses]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +148,23 @@ class _Filled:
     passes: Sequence[Pass]
     ends: Sequence[Array]
 
-    def clocks(self, course: Course, *, spans: bool) -> list[StageClock]:
+    def in_rhythm(self, course: Course) -> bool:
+        """Whether the last three forwards of all stages, and the backwards before them, are equally far apart.
+
+        Everything later depends on them alone, so it goes on like that. True of a schedule in which they do not alternate.
+        """
+        apart: list[Array] = []
+        for runs in course.runs:
+            last = max(i for i, run in enumerate(runs) if not self.graph.kinds[run.kind].backward)
+            beats = runs[max(last - 5, 0) : last + 1]
+            if [self.graph.kinds[run.kind].backward for run in beats] != [True, False] * 3:
+                return True
+            ends = [self.ends[run.task] for run in beats]
+            apart.extend(later - earlier for earlier, later in zip(ends, ends[2:], strict=False))
+        tolerance = AGREEMENT * self.ends[course.ends[0][-1]]
+        return all(bool((np.abs(gap - apart[0]) <= tolerance).all()) for gap in apart)
+
+    def clocks(self, course: Course, *, spans: bool = False) -> list[StageClock]:
         nominal = np.array([end[0] for end in self.ends])
         exposed = course.exposed_s(nominal, np.array([t[0] for t in self.times.transfer_s]))
         return [

@@ -48,6 +48,7 @@ class Factors:
         self._seed = seed
         self._normals: dict[str, NDArray[np.float64]] = {}
         self._shared = self._class_logarithms()
+        self._class_factors = [np.exp(logarithm) for logarithm in self._shared]
         self._variances = [float(v) for v in np.diag(Calibration.prior().covariance)]
 
     def normal(self, name: str) -> NDArray[np.float64]:
@@ -71,8 +72,9 @@ class Factors:
         if index is None:
             return np.asarray(np.exp(spread * self.normal(name)))
         own = sqrt(max(0.0, spread**2 - self._variances[index]))
-        logarithm = self._shared[index]
-        return np.asarray(np.exp(logarithm + own * self.normal(name) if own else logarithm))
+        if not own:
+            return np.asarray(self._class_factors[index])
+        return np.asarray(np.exp(self._shared[index] + own * self.normal(name)))
 
     def nominal(self, name: str) -> float:
         """Nominal value of a factor."""
