@@ -133,27 +133,21 @@ class Reducer:
     """Reduces the buckets of one backward in order, each as soon as it is complete.
 
     Attributes:
-        plan: says over which groups.
         buckets: of the stage.
+        segments: the reduction of a bucket by its size.
     """
 
     machine: Machine
-    plan: Plan
     buckets: Buckets
+    segments: dict[int, Segment]
     _rows: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    _segments: dict[int, Segment] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for size in self.buckets.sizes:
-            cost = bucket_reduction(size, self.plan, self.machine.prices)
-            self._segments[size] = self.machine.segment({"dp": cost})
 
     def launches_s(self, run: int, count: int) -> Array | None:
         """Host time, per layer, of reductions that a row of `count` layers completes; None where there is none."""
         if self.machine.cpu or not self.buckets.counts[run]:
             return None
         done = self.buckets.counts[run].items()
-        return np.asarray(sum(times * self._segments[size].host_s for size, times in done) / count)
+        return np.asarray(sum(times * self.segments[size].host_s for size, times in done) / count)
 
     def row_done(self, count: int, start_s: Array, end_s: Array, *, share: Array | float = 1.0) -> None:
         """A row of `count` equal layers ran; the backward is the last `share` of each one's time."""
@@ -172,13 +166,13 @@ class Reducer:
         start, each, backward = (np.stack(rows)[at.run] for rows in zip(*self._rows, strict=True))
         ready = start + (at.before + 1)[:, None] * each - (1 - at.fraction)[:, None] * backward
         ready[0] = np.maximum(ready[0], streams.now("dp"))
-        time = np.stack([self._segments[size].device_s for size in at.sizes])[at.size]
+        time = np.stack([self.segments[size].device_s for size in at.sizes])[at.size]
         total = np.cumsum(time, axis=0)
         ends = total + np.maximum.accumulate(ready - (total - time), axis=0)
         streams.clocks["dp"] = ends[-1]
         streams.busy_s += float(total[-1, 0])
         for count in at.counts:
-            streams.ledger.beside.extend((self._segments[size], float(n)) for size, n in count.items())
+            streams.ledger.beside.extend((self.segments[size], float(n)) for size, n in count.items())
         if streams.record:
             pairs = zip(ends[:, 0] - time[:, 0], time[:, 0], strict=True)
             streams.spans.extend(Span("dp", LABEL, "dp", float(a), float(n)) for a, n in pairs)

@@ -17,7 +17,7 @@ from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, is_same_device
 from llmprof.extrapolate.cost import Prices
 from llmprof.extrapolate.groups import axis_groups, boundary_span
-from llmprof.extrapolate.layers import LayerKey, LayerPricer, LayerSegments
+from llmprof.extrapolate.layers import LayerKey, LayerPricer
 from llmprof.extrapolate.ledger import Call, FlatLedger, Ledger, Parts, add_into
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
@@ -168,8 +168,9 @@ class Forecaster:
         check_passes(layout)
         plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
         machine = self._machine(layout)
-        segments = self._pricer.segments(plan, machine, key=key)
-        stages = _run_stages(plan, machine, segments, cluster=self.cluster, every=every_microbatch)
+        stages = _run_stages(
+            plan, machine, self._pricer, cluster=self.cluster, key=key, every=every_microbatch
+        )
         end: Array = np.maximum.reduce([s.end_s for s in stages])
         slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         extra, extra_parts = self._beyond_stages(plan, end)
@@ -237,16 +238,12 @@ class Forecaster:
 
 
 def _run_stages(
-    plan: Plan,
-    machine: Machine,
-    segments: dict[str, LayerSegments],
-    *,
-    cluster: Cluster,
-    every: bool,
+    plan: Plan, machine: Machine, pricer: LayerPricer, *, cluster: Cluster, key: LayerKey, every: bool
 ) -> tuple[StageResult, ...]:
     """Run all stages against each other."""
     layout = plan.layout
-    stages = equal_stages(plan, machine, segments, record=every)
+    segments = pricer.segments(plan, machine, key=key)
+    stages = equal_stages(plan, machine, pricer, segments, record=every)
     messages = [_message(plan, machine, cluster, i) for i in range(layout.pp - 1)]
     times = Times(
         stages=stages,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmprof.extrapolate.cost import Cost
-from llmprof.extrapolate.machine import Machine, Segment
+from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.optimizer import fallback_ops, optimizer_ops
 from llmprof.extrapolate.partition import LayerWork, Op, Plan
 from llmprof.schema.operators import Tensor
@@ -18,15 +18,10 @@ class LayerSegments:
     """One layer for one microbatch (optimizer: for one step); `accumulate` is None in a step of one microbatch."""
 
     forward: Segment
+    recompute: Segment
     backward: Segment
     accumulate: Segment | None
     optimizer: Segment
-
-    @property
-    def recompute(self) -> Segment:
-        """The forward once more, owned by recomputation."""
-        parts = {"recompute" if part == "forward" else part: s for part, s in self.forward.parts.items()}
-        return replace(self.forward, parts=parts)
 
 
 class LayerKey(NamedTuple):
@@ -49,6 +44,7 @@ class LayerPricer:
     """Segments of layers; what layouts share is priced and sampled once."""
 
     _known: dict[tuple[Hashable, ...], Segment] = field(default_factory=dict)
+    _stretches: dict[tuple[Hashable, ...], Stretch] = field(default_factory=dict)
 
     def segments(self, plan: Plan, machine: Machine, *, key: LayerKey) -> dict[str, LayerSegments]:
         """Segments of every layer of a plan, by layer name.
@@ -61,25 +57,35 @@ class LayerPricer:
     def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: LayerKey) -> LayerSegments:
         layout, group, name = plan.layout, machine.prices.group["tp"], layer.name
         sharded = (layout.zero, layout.dp_shard, layout.pp == 1)
+        forward = self.once((key, name, group, "forward"), lambda: _forward(layer, machine))
         return LayerSegments(
-            forward=self._once((key, name, group, "forward"), lambda: _forward(layer, machine)),
-            backward=self._once((key, name, group, "backward"), lambda: _backward(layer, machine)),
-            accumulate=self._once(
+            forward=forward,
+            recompute=self.once((key, name, group, "recompute"), lambda: _again(forward)),
+            backward=self.once((key, name, group, "backward"), lambda: _backward(layer, machine)),
+            accumulate=self.once(
                 (key.state, name, "accumulate", sharded),
                 lambda: machine.segment({"backward_weight": _accumulation(layer, plan, machine)}),
             )
             if layout.accum > 1
             else None,
-            optimizer=self._once(
+            optimizer=self.once(
                 (key.state, name, "optimizer", layout.zero == 3, layout.dp_shard),
                 lambda: machine.segment({"optimizer": _optimizer(layer, plan, machine)}),
             ),
         )
 
-    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Segment]) -> Segment:
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], Segment]) -> Segment:
+        """The segment of a key, made when it is asked for first."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+    def stretch(self, *steps: tuple[Segment, str, str]) -> Stretch:
+        """Segments in a row, with their label and phase; the same ones are put together once."""
+        key = tuple((id(segment), label) for segment, label, _ in steps)
+        if key not in self._stretches:
+            self._stretches[key] = Stretch.of(*steps)
+        return self._stretches[key]
 
 
 def _forward(layer: LayerWork, machine: Machine) -> Segment:
@@ -87,6 +93,12 @@ def _forward(layer: LayerWork, machine: Machine) -> Segment:
     return machine.segment(
         {"forward": prices.compute(layer.forward), "tp": prices.communication(layer.forward)}
     )
+
+
+def _again(forward: Segment) -> Segment:
+    """A forward once more, owned by recomputation."""
+    parts = {"recompute" if part == "forward" else part: s for part, s in forward.parts.items()}
+    return replace(forward, parts=parts)
 
 
 def _backward(layer: LayerWork, machine: Machine) -> Segment:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from llmprof.extrapolate.buckets import Buckets, Reducer, bucket_copies, gradient_bytes, stage_buckets
+from llmprof.extrapolate.buckets import (
+    Reducer,
+    bucket_copies,
+    bucket_reduction,
+    gradient_bytes,
+    stage_buckets,
+)
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, run_equal, scatter
 from llmprof.extrapolate.graph import Kind
-from llmprof.extrapolate.layers import LayerSegments
+from llmprof.extrapolate.layers import LayerPricer, LayerSegments
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.partition import Names, Parameter, Plan, held_bytes, parameter_bytes
@@ -19,19 +26,23 @@ from llmprof.extrapolate.simulate import Array, Pass, Streams
 
 
 def equal_stages(
-    plan: Plan, machine: Machine, segments: dict[str, LayerSegments], *, record: bool
+    plan: Plan, machine: Machine, pricer: LayerPricer, segments: dict[str, LayerSegments], *, record: bool
 ) -> list[Stage]:
-    """All stages of a plan; those with the same layers and the same part in ties share their passes.
+    """All stages of a plan; those with the same layers and the same part in ties are one.
 
     Args:
         record: keep spans.
     """
-    first_of: dict[tuple[object, ...], Stage] = {}
+    found: dict[tuple[object, ...], Stage] = {}
     stages = []
+    last = len(plan.stages) - 1
     for index, layers in enumerate(plan.stages):
-        stage = Stage(index=index, plan=plan, machine=machine, segments=segments, record=record)
-        alike = first_of.setdefault((layers, index == 0, stage.holds_tied), stage)
-        stages.append(replace(alike, index=index))
+        key = (layers, index == 0, bool(plan.tied) and index in (0, last))
+        if key not in found:
+            found[key] = Stage(
+                index=index, plan=plan, machine=machine, pricer=pricer, segments=segments, record=record
+            )
+        stages.append(found[key])
     return stages
 
 
@@ -40,6 +51,8 @@ class Stage:
     """One pipeline stage on one rank.
 
     Attributes:
+        index: of the stage, or of the first of those that are equal to it.
+        pricer: what layouts share.
         segments: of each kind of layer.
         record: keep spans.
     """
@@ -47,10 +60,12 @@ class Stage:
     index: int
     plan: Plan
     machine: Machine
+    pricer: LayerPricer
     segments: dict[str, LayerSegments]
     record: bool = True
     _passes: dict[tuple[object, ...], Pass] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
+    _copied: dict[str, Segment] = field(default_factory=dict)
     _stretches: dict[tuple[str, str, bool], Stretch] = field(default_factory=dict)
 
     @property
@@ -110,7 +125,7 @@ class Stage:
         order = self.layers[::-1]
         reduces = sync and layout.dp > 1
         kind = "backward and copies" if reduces and layout.zero == 0 else "backward"
-        reducer = Reducer(self.machine, self.plan, self._buckets(order)) if reduces else None
+        reducer = self._reducer(order) if reduces else None
         for run, (name, count) in enumerate(order):
             stretch = self._stretch(name, f"recompute and {kind}", accumulate=accumulate)
             launches = reducer.launches_s(run, count) if reducer else None
@@ -164,8 +179,14 @@ class Stage:
         """What one layer runs on the main stream in a pass; equal ones are composed once."""
         key = (name, kind, accumulate)
         if key not in self._stretches:
-            self._stretches[key] = Stretch.of(*self._steps(name, kind, accumulate=accumulate))
+            self._stretches[key] = self.pricer.stretch(*self._steps(name, kind, accumulate=accumulate))
         return self._stretches[key]
+
+    def _copies(self, name: str) -> Segment:
+        """Copies of a layer's gradients into or out of the buckets."""
+        if name not in self._copied:
+            self._copied[name] = bucket_copies(self._trainable(name), self.machine)
+        return self._copied[name]
 
     def _steps(self, name: str, kind: str, *, accumulate: bool) -> Iterator[tuple[Segment, str, str]]:
         segments = self.segments[name]
@@ -178,7 +199,7 @@ class Stage:
             if accumulate and segments.accumulate:
                 yield segments.accumulate, "", ""
         if "copies" in kind:
-            yield bucket_copies(self._trainable(name), self.machine), "", ""
+            yield self._copies(name), "", ""
         if kind == "optimizer":
             yield segments.optimizer, f"{name} optimizer", "optimizer"
 
@@ -215,10 +236,21 @@ class Stage:
     def _streams(self) -> Streams:
         return Streams(zero=np.zeros(1 + self.machine.factors.draws), record=self.record)
 
-    def _buckets(self, order: Names) -> Buckets:
-        return stage_buckets(
+    def _reducer(self, order: Names) -> Reducer:
+        buckets = stage_buckets(
             tuple((tuple(map(gradient_bytes, self._trainable(name))), count) for name, count in order)
         )
+        plan, machine, group = self.plan, self.machine, self.machine.prices.group
+        groups = (plan.layout.zero == 0, group["dp"], group["shard"], group["replicate"])
+
+        def reduction(size: int) -> Segment:
+            return machine.segment({"dp": bucket_reduction(size, plan, machine.prices)})
+
+        segments = {
+            size: self.pricer.once(("bucket", size, groups), partial(reduction, size))
+            for size in buckets.sizes
+        }
+        return Reducer(machine, buckets, segments)
 
     def _held(self, name: str) -> tuple[Parameter, ...]:
         return self.plan.held(self.index, name)

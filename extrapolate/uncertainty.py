@@ -47,8 +47,8 @@ class Factors:
         self.calibration = calibration or Calibration.prior()
         self._seed = seed
         self._normals: dict[str, NDArray[np.float64]] = {}
+        self._factors: dict[tuple[str, float], NDArray[np.float64]] = {}
         self._shared = self._class_logarithms()
-        self._class_factors = [np.exp(logarithm) for logarithm in self._shared]
         self._variances = [float(v) for v in np.diag(Calibration.prior().covariance)]
 
     def normal(self, name: str) -> NDArray[np.float64]:
@@ -68,12 +68,17 @@ class Factors:
             spread: standard deviation of its logarithm before calibration; a factor of a class has at least the
                 class's, and what it has beyond is its own.
         """
+        found = self._factors.get((name, spread))
+        if found is None:
+            found = self._factors[name, spread] = self._factor(name, spread)
+            found.setflags(write=False)
+        return found
+
+    def _factor(self, name: str, spread: float) -> NDArray[np.float64]:
         index = class_of(name)
         if index is None:
             return np.asarray(np.exp(spread * self.normal(name)))
         own = sqrt(max(0.0, spread**2 - self._variances[index]))
-        if not own:
-            return np.asarray(self._class_factors[index])
         return np.asarray(np.exp(self._shared[index] + own * self.normal(name)))
 
     def nominal(self, name: str) -> float:
