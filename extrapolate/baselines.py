@@ -165,9 +165,9 @@ def second_baseline_step_time_s(
 ) -> float:
     """Naive x pipeline bubble, plus the ring all-reduce of gradients over the link at catalogue bandwidth (seconds).
 
-    Bubble: 1 + (pp - 1) / accum. All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
+    Bubble: 1 + (pp - 1) / (vpp x accum). All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
     """
-    bubble = 1 + (layout.pp - 1) / layout.accum
+    bubble = 1 + (layout.pp - 1) / (layout.vpp * layout.accum)
     if layout.dp == 1:
         return naive_s * bubble
     gradient_bytes = sum(count * prod(shape) * item for shape, item, count in trainable_shapes(workload)) / (

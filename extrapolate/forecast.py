@@ -24,9 +24,10 @@ from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory
 from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
+from llmprof.extrapolate.schedule import Pipeline
 from llmprof.extrapolate.simulate import Array, Pass, Span
 from llmprof.extrapolate.stage import Stage, equal_stages
-from llmprof.extrapolate.steady import StageClock, Times, most_in_flight, run_step
+from llmprof.extrapolate.steady import StageClock, Times, Timetable, most_in_flight, run_step
 from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.schema.cluster import Cluster
@@ -233,7 +234,7 @@ class Forecaster:
             plan,
             Capacity(cluster=self.cluster, framework_bytes=framework),
             factors=self._factors,
-            in_flight=most_in_flight(plan.layout.schedule, plan.layout.pp, plan.layout.accum),
+            in_flight=most_in_flight(_timetable(plan.layout)),
         )
 
 
@@ -244,23 +245,27 @@ def _run_stages(
     layout = plan.layout
     segments = pricer.segments(plan, machine, key=key)
     stages = equal_stages(plan, machine, pricer, segments, record=every)
-    messages = [_message(plan, machine, cluster, i) for i in range(layout.pp - 1)]
+    messages = [_message(plan, machine, cluster, i) for i in range(len(plan.virtual) - 1)]
     times = Times(
         stages=stages,
         transfer_s=[m.device_s for m in messages],
         start_s=np.zeros(1 + machine.factors.draws),
     )
-    clocks = run_step(layout.schedule, layout.accum, times, every=every)
+    clocks = run_step(_timetable(layout), times, every=every)
     results = [_end(stage, clock) for stage, clock in zip(stages, clocks, strict=True)]
     for boundary, message in enumerate(messages):
-        for result in results[boundary : boundary + 2]:
-            result.ledger.beside.append((message, 2.0 * layout.accum))
+        for virtual in (boundary, boundary + 1):
+            results[virtual % layout.pp].ledger.beside.append((message, 2.0 * layout.accum))
     return tuple(results)
 
 
+def _timetable(layout: Layout) -> Timetable:
+    return Timetable(layout.schedule, Pipeline(layout.pp, layout.vpp, layout.accum))
+
+
 def _message(plan: Plan, machine: Machine, cluster: Cluster, boundary: int) -> Segment:
-    """The activation (or its gradient) handed over a stage boundary."""
-    last = plan.layers[plan.stages[boundary][-1][0]]
+    """The activation (or its gradient) handed over a boundary of virtual stages."""
+    last = plan.layers[plan.virtual[boundary][-1][0]]
     span = boundary_span(plan.layout, cluster, boundary)
     return machine.segment({"pp": machine.prices.call(Call("send", "pp", 2, span, last.boundary_bytes))})
 

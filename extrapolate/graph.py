@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmprof.extrapolate.schedule import Backward, Forward, Instruction, Transfer, Wait, gathers_needed
+from llmprof.extrapolate.schedule import Compute, Instruction, Phase, Transfer, Wait, gathers_needed
 from llmprof.extrapolate.simulate import Array
 
 Programs = Sequence[Sequence[Instruction]]
@@ -26,7 +26,7 @@ START = -1
 
 
 class Kind(NamedTuple):
-    """Passes of one stage that take equally long.
+    """Passes of one chunk of a stage that take equally long.
 
     Attributes:
         first, last: of the step's microbatches.
@@ -34,7 +34,8 @@ class Kind(NamedTuple):
     """
 
     stage: int
-    backward: bool
+    chunk: int
+    phase: Phase
     first: bool
     last: bool
     gather: bool
@@ -230,7 +231,7 @@ class _Walk:
     _passes: list[Iterator[tuple[int, int]]] = field(default_factory=list)
     _posted: dict[tuple[Transfer, int], Ends] = field(default_factory=dict)
     _arrived: dict[Transfer, int] = field(default_factory=dict)
-    _link: dict[tuple[str, int], int] = field(default_factory=dict)
+    _link: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def run(self) -> None:
         count = len(self.programs)
@@ -251,17 +252,17 @@ class _Walk:
 
     def _kinds(self, stage: int) -> Iterator[tuple[int, int]]:
         """(kind, microbatch) of every pass of a stage in order."""
-        passes = [i for i in self.programs[stage] if isinstance(i, (Forward, Backward))]
+        passes = [i for i in self.programs[stage] if isinstance(i, Compute)]
         gathers = gathers_needed(passes)
         last = max((p.microbatch for p in passes), default=0)
         for one in passes:
             index = one.microbatch
-            kind = Kind(stage, isinstance(one, Backward), index == 0, index == last, gathers[one])
+            kind = Kind(stage, one.chunk, one.phase, index == 0, index == last, gathers[one])
             yield self.builder.kind(kind), index
 
     def _done(self, stage: int, instruction: Instruction) -> bool:
         """Carry out one instruction; False when it needs a transfer that the other side has not posted."""
-        if isinstance(instruction, (Forward, Backward)):
+        if isinstance(instruction, Compute):
             kind, microbatch = next(self._passes[stage])
             task = self.builder.task(kind, self.now[stage])
             self.runs[stage].append(Run(task, kind, microbatch))
@@ -269,28 +270,28 @@ class _Walk:
         elif isinstance(instruction, Wait):
             return self._waited(stage, instruction.transfers)
         else:
-            self._posted.update(((t, stage), self.now[stage]) for t in instruction.transfers)
+            for transfer in instruction.transfers:
+                self._post(transfer, stage)
         return True
 
     def _waited(self, stage: int, transfers: tuple[Transfer, ...]) -> bool:
-        messages = [self._message(t) for t in transfers]
-        arrived = tuple(m for m in messages if m is not None)
-        if len(arrived) < len(messages):
+        arrived = tuple(self._arrived[t] for t in transfers if t in self._arrived)
+        if len(arrived) < len(transfers):
             return False
         since = self.now[stage]
         self.now[stage] = self.builder.latest(since.union(arrived))
         self.waits[stage].append(Standstill(tuple(since), arrived, transfers))
         return True
 
-    def _message(self, transfer: Transfer) -> int | None:
-        """The task of a transfer, None while a side has not posted it. A link moves one message at a time."""
-        if transfer in self._arrived:
-            return self._arrived[transfer]
-        here, there = (self._posted.get((transfer, s)) for s in (transfer.boundary, transfer.boundary + 1))
-        if here is None or there is None:
-            return None
-        link = (transfer.what, transfer.boundary)
+    def _post(self, transfer: Transfer, stage: int) -> None:
+        """Offer one side of a transfer; with both it begins, once the message before it on its link has ended."""
+        link = transfer.sides(len(self.programs))
+        other = self._posted.pop((transfer, link[stage == link[0]]), None)
+        if other is None:
+            self._posted[transfer, stage] = self.now[stage]
+            return
         before = {self._link[link]} if link in self._link else set()
-        task = self.builder.task(~transfer.boundary, self.builder.latest(here.union(there, before)))
+        task = self.builder.task(
+            ~transfer.boundary, self.builder.latest(self.now[stage].union(other, before))
+        )
         self._link[link] = self._arrived[transfer] = task
-        return task

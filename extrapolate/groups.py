@@ -29,13 +29,19 @@ def axis_groups(layout: Layout, cluster: Cluster) -> dict[str, tuple[int, int]]:
 
 
 def boundary_span(layout: Layout, cluster: Cluster, boundary: int) -> int:
-    """Devices that the slowest pair of neighbours over a stage boundary spreads over."""
+    """Devices that the slowest pair over a boundary spreads over: of neighbours, or of the last stage and the first.
+
+    Args:
+        boundary: between virtual stages `boundary` and `boundary` + 1.
+    """
     stride = axis_stride(layout, "pp")
-    first = range(boundary * stride, (boundary + 1) * stride)
+    near, far = sorted((boundary % layout.pp, (boundary + 1) % layout.pp))
+    apart = (far - near) * stride
+    first = range(near * stride, (near + 1) * stride)
     for level in cluster.links:
-        if level.span and all(rank // level.span == (rank + stride) // level.span for rank in first):
-            return min(level.span, 2 * stride)
-    return max(2 * stride, _beyond_finite_levels(cluster))
+        if level.span and all(rank // level.span == (rank + apart) // level.span for rank in first):
+            return min(level.span, apart + stride)
+    return max(apart + stride, _beyond_finite_levels(cluster))
 
 
 def _aligned_span(span: int, cluster: Cluster, world: int) -> int:

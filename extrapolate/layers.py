@@ -10,16 +10,22 @@ from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
 from llmprof.extrapolate.optimizer import fallback_ops, optimizer_ops
 from llmprof.extrapolate.partition import LayerWork, Op, Plan
+from llmprof.extrapolate.schedule import SPLIT_BACKWARD
 from llmprof.schema.operators import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSegments:
-    """One layer for one microbatch (optimizer: for one step); `accumulate` is None in a step of one microbatch."""
+    """One layer for one microbatch (optimizer: for one step); `accumulate` is None in a step of one microbatch.
+
+    `input` and `weight` are the halves of `backward`, None where the schedule does not run them apart.
+    """
 
     forward: Segment
     recompute: Segment
     backward: Segment
+    input: Segment | None
+    weight: Segment | None
     accumulate: Segment | None
     optimizer: Segment
 
@@ -58,10 +64,17 @@ class LayerPricer:
         layout, group, name = plan.layout, machine.prices.group["tp"], layer.name
         sharded = (layout.zero, layout.dp_shard, layout.pp == 1)
         forward = self.once((key, name, group, "forward"), lambda: _forward(layer, machine))
+        apart = layout.schedule in SPLIT_BACKWARD
         return LayerSegments(
             forward=forward,
             recompute=self.once((key, name, group, "recompute"), lambda: _again(forward)),
             backward=self.once((key, name, group, "backward"), lambda: _backward(layer, machine)),
+            input=self.once((key, name, group, "input"), lambda: _input_gradients(layer, machine))
+            if apart
+            else None,
+            weight=self.once((key, name, group, "weight"), lambda: _weight_gradients(layer, machine))
+            if apart
+            else None,
             accumulate=self.once(
                 (key.state, name, "accumulate", sharded),
                 lambda: machine.segment({"backward_weight": _accumulation(layer, plan, machine)}),
@@ -105,6 +118,19 @@ def _backward(layer: LayerWork, machine: Machine) -> Segment:
     prices = machine.prices
     costs = {phase: prices.compute(_of(layer.backward, phase)) for phase in BACKWARD_PHASES}
     return machine.segment(costs | {"tp": prices.communication(layer.backward)})
+
+
+def _input_gradients(layer: LayerWork, machine: Machine) -> Segment:
+    """The half of a backward that the stage before waits for, with the tensor-parallel communication."""
+    prices = machine.prices
+    cost = prices.compute(_of(layer.backward, "backward_input"))
+    return machine.segment({"backward_input": cost, "tp": prices.communication(layer.backward)})
+
+
+def _weight_gradients(layer: LayerWork, machine: Machine) -> Segment:
+    return machine.segment(
+        {"backward_weight": machine.prices.compute(_of(layer.backward, "backward_weight"))}
+    )
 
 
 TORCH_OPTIMIZERS = ("eager", "compile")

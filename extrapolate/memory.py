@@ -69,12 +69,13 @@ def measured_framework(profile: Profile) -> int | None:
 
 
 def forecast_memory(
-    plan: Plan, capacity: Capacity, *, factors: Factors, in_flight: Sequence[int]
+    plan: Plan, capacity: Capacity, *, factors: Factors, in_flight: Sequence[float]
 ) -> MemoryForecast:
     """Memory of every stage.
 
     Args:
-        in_flight: for each stage, the most microbatches whose activations are held at once.
+        in_flight: for each stage, the most microbatches whose activations are held at once; those of one of its chunks
+            are a part of a microbatch.
     """
     stages = tuple(
         stage_memory(plan, capacity, stage=s, in_flight=in_flight[s]) for s in range(len(plan.stages))
@@ -101,13 +102,13 @@ def _sample(categories: dict[str, int], factors: Factors) -> Array:
     return total
 
 
-def stage_memory(plan: Plan, capacity: Capacity, *, stage: int, in_flight: int) -> dict[str, int]:
+def stage_memory(plan: Plan, capacity: Capacity, *, stage: int, in_flight: float) -> dict[str, int]:
     """Nominal bytes by category on one rank of a stage; the peak is their sum."""
     cluster = capacity.cluster
     kind = cluster.device.kind
     state = state_bytes(plan, stage)
     layers = [(plan.layers[name], count) for name, count in plan.stages[stage]]
-    activations = in_flight * activation_bytes(layers, recompute=plan.layout.recompute == "full")
+    activations = round(in_flight * activation_bytes(layers, recompute=plan.layout.recompute == "full"))
     temporary = max((layer.temporary_bytes for layer, _ in layers), default=0)
     if plan.layout.recompute == "full":
         temporary += max((layer.saved_bytes for layer, _ in layers if layer.kind == "block"), default=0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import chain
 from math import prod
 
-import numpy as np
-
-from llmprof.errors import LayoutError, WorkloadError
+from llmprof.errors import WorkloadError
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.request import choose_class
+from llmprof.extrapolate.split import Names, split_stages
 from llmprof.schema.layout import Layout
 from llmprof.schema.operators import (
     ITEM_BYTES,
@@ -23,9 +21,6 @@ from llmprof.schema.operators import (
     size_bytes,
 )
 from llmprof.schema.workload import ClassTrace, LayerSpec, LayerTrace, OpSpec, TensorSpec, Workload
-
-Names = tuple[tuple[str, int], ...]
-"""Run-length list of layer names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +122,8 @@ class Plan:
 
     Attributes:
         layers: work by layer name.
-        stages: for each pipeline stage its layers in forward order, run-length encoded.
+        virtual: for each virtual stage its layers in forward order, run-length encoded; virtual stage v is a chunk of
+            stage v modulo pp.
         tied: parameters that live on two stages (their gradients are summed at the step's end).
     """
 
@@ -136,8 +132,19 @@ class Plan:
     seq: int
     precision: PrecisionRule
     layers: dict[str, LayerWork]
-    stages: tuple[Names, ...]
+    virtual: tuple[Names, ...]
     tied: tuple[Parameter, ...] = ()
+    _stages: list[tuple[Names, ...]] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    @property
+    def stages(self) -> tuple[Names, ...]:
+        """For each pipeline stage the layers of all its chunks, run-length encoded."""
+        if not self._stages:
+            pp = self.layout.pp
+            self._stages.append(
+                tuple(tuple(chain.from_iterable(self.virtual[stage::pp])) for stage in range(pp))
+            )
+        return self._stages[0]
 
     def stage_parameters(self, stage: int) -> tuple[Parameter, ...]:
         """Parameters held by a stage, ties within the stage once, ties to another stage as a copy."""
@@ -168,15 +175,17 @@ def partition(
         LayoutError: more stages than blocks, or too much work without a tensor-parallel plan.
     """
     layers = layers or evaluate_layers(workload, layout, seq=seq, precision=precision)
-    stages = split_stages(workload, layers, layout.pp)
-    tied = tuple(p for n, _ in stages[-1] for p in layers[n].parameters if p.tied_to) if layout.pp > 1 else ()
+    virtual = split_stages(workload, layers, layout.pp, layout.vpp)
+    tied = (
+        tuple(p for n, _ in virtual[-1] for p in layers[n].parameters if p.tied_to) if layout.pp > 1 else ()
+    )
     return Plan(
         workload=workload,
         layout=layout,
         seq=seq,
         precision=precision,
         layers=layers,
-        stages=stages,
+        virtual=virtual,
         tied=tied,
     )
 
@@ -322,60 +331,6 @@ class _Distributed:
 def _is_bookkeeping(spec: OpSpec) -> bool:
     """True for what exists in a trace on fake tensors only: profiler scopes, detaching saved tensors."""
     return spec.op.startswith("profiler::") or (spec.op == "aten::detach" and spec.phase != "forward")
-
-
-def split_stages(workload: Workload, layers: dict[str, LayerWork], stages: int) -> tuple[Names, ...]:
-    """Layers of each stage: equal numbers of blocks when they divide, else balanced by matmul FLOPs.
-
-    What comes before the first block stays on the first stage, what comes after the last on the last.
-
-    Raises:
-        LayoutError: fewer blocks than stages.
-    """
-    order = [name for name, count in workload.sequence for _ in range(count)]
-    if stages == 1:
-        return (_run_length(order),)
-    blocks = [i for i, name in enumerate(order) if layers[name].kind == "block"]
-    if len(blocks) < stages:
-        raise LayoutError(
-            f"pp={stages} needs at least {stages} blocks, but the model has {len(blocks)}",
-            hint=f"set pp={max(1, len(blocks))} or less",
-        )
-    if len(blocks) % stages == 0:
-        size = len(blocks) // stages
-        cuts = [blocks[size * i] for i in range(1, stages)]
-    else:
-        weight = {name: layers[name].matmul_flops for name in set(order)}
-        cuts = _balanced_cuts(tuple(weight[name] for name in order), tuple(blocks), stages)
-    edges = [0, *cuts, len(order)]
-    return tuple(_run_length(order[a:b]) for a, b in pairwise(edges))
-
-
-@lru_cache(maxsize=1024)
-def _balanced_cuts(weights: tuple[int, ...], blocks: tuple[int, ...], stages: int) -> list[int]:
-    """Cut positions (each at a block) that minimise the heaviest stage; exact, by dynamic programming."""
-    total = np.concatenate([[0], np.cumsum(np.array(weights, dtype=float))])
-    starts = [0, *blocks[1:], len(weights)]
-    at = total[starts]
-    size = len(starts)
-    # heaviest[j]: of the stages before start j; between[i, j]: weight of a stage from start i to start j
-    heaviest = np.where(np.arange(size) > 0, at, np.inf)
-    between = np.where(np.triu(np.ones((size, size), dtype=bool), 1), at[None, :] - at[:, None], np.inf)
-    chosen = []
-    for _ in range(2, stages + 1):
-        worst = np.maximum(heaviest[:, None], between)
-        chosen.append(worst.argmin(axis=0))
-        heaviest = worst.min(axis=0)
-    cuts: list[int] = []
-    j = len(starts) - 1
-    for first in reversed(chosen):
-        j = int(first[j])
-        cuts.append(starts[j])
-    return cuts[::-1]
-
-
-def _run_length(names: list[str]) -> Names:
-    return tuple((name, len(list(group))) for name, group in groupby(names))
 
 
 def parameter_bytes(parameters: tuple[Parameter, ...], dtype: str = "") -> int:

@@ -6,14 +6,14 @@ import re
 from dataclasses import replace
 
 from llmprof.errors import LayoutError, RequestError, WorkloadError
+from llmprof.extrapolate.schedule import ROUNDS, SCHEDULES, Pipeline, round_size
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.workload import ClassTrace, Workload
 
-SUPPORTED_SCHEDULES = ("gpipe", "1f1b")
 MAX_REPLICATED_FLOPS = 0.05
 MAX_PASSES = 65_536
-"""Stages x microbatches of a step: each is simulated, and this many take some ten seconds."""
+"""Virtual stages x microbatches of a step: each is simulated, and this many take some ten seconds."""
 
 
 def check_positive(**values: float | None) -> None:
@@ -36,13 +36,12 @@ def check_supported(layout: Layout, cluster: Cluster) -> None:
     unsupported = (
         (layout.cp > 1, f"context parallelism (cp={layout.cp})", "leave cp out"),
         (layout.ep > 1, f"expert parallelism (ep={layout.ep})", "leave ep out"),
-        (layout.vpp > 1, f"virtual pipeline stages (vpp={layout.vpp})", "leave vpp out"),
         (layout.offload != "none", f"offload={layout.offload}", "leave offload out"),
         (layout.recompute == "selective", "recompute=selective", "use recompute=none or full"),
         (
-            layout.schedule not in SUPPORTED_SCHEDULES,
+            layout.schedule not in SCHEDULES,
             f"schedule={layout.schedule}",
-            f"use {' or '.join(SUPPORTED_SCHEDULES)}",
+            f"use {', '.join(SCHEDULES)}",
         ),
     )
     for refused, what, hint in unsupported:
@@ -98,16 +97,25 @@ def resolve_batch(layout: Layout, workload: Workload, global_batch: int | None) 
 
 
 def check_passes(layout: Layout) -> None:
-    """Refuse a step whose simulation would seem to hang.
+    """Refuse a step whose simulation would seem to hang, and microbatches that do not fill the schedule's rounds.
 
     Raises:
-        LayoutError: with the number of passes and the largest `accum` that is simulated.
+        LayoutError: with the number of passes and the largest `accum` that is simulated, or the size of a round.
     """
-    if layout.pp * layout.accum > MAX_PASSES:
+    stages = layout.pp * layout.vpp
+    if stages * layout.accum > MAX_PASSES:
+        of = f"pp {layout.pp} x " + (f"vpp {layout.vpp} x " if layout.vpp > 1 else "")
         raise LayoutError(
-            f"pp {layout.pp} x accum {layout.accum} = {layout.pp * layout.accum} passes in a step, more than "
+            f"{of}accum {layout.accum} = {stages * layout.accum} passes in a step, more than "
             f"the {MAX_PASSES} that are simulated",
-            hint=f"set accum={max(1, MAX_PASSES // layout.pp)} or less: raise mb or dp, or ask for a smaller global batch",
+            hint=f"set accum={max(1, MAX_PASSES // stages)} or less: raise mb or dp, or ask for a smaller global batch",
+        )
+    size = round_size(Pipeline(layout.pp, layout.vpp, layout.accum))
+    if layout.schedule in ROUNDS and layout.accum % size:
+        raise LayoutError(
+            f"schedule={layout.schedule} runs rounds of {size} microbatches at pp={layout.pp}, and accum={layout.accum} "
+            f"is not a multiple of it ({layout.accum} / {size} = {layout.accum / size:.2f})",
+            hint=f"choose accum as a multiple of pp={layout.pp}, such as {-(-layout.accum // layout.pp) * layout.pp}",
         )
 
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
+Phase = Literal["forward", "backward", "input", "weight"]
+"""What a pass computes: a whole backward, or its halves, gradients of the input first and of the weights later."""
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run the stage's forward on a microbatch."""
 
+class Compute(NamedTuple):
+    """Run one pass of a chunk of the stage (several with virtual stages) on a microbatch."""
+
+    phase: Phase
     microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Run the stage's backward on a microbatch."""
-
-    microbatch: int
+    chunk: int = 0
 
 
 class Transfer(NamedTuple):
-    """One message between neighbours: what, of which microbatch, over which boundary (i is between i and i + 1)."""
+    """One message: what, of which microbatch, over which boundary (i is between virtual stages i and i + 1)."""
 
     what: Literal["activation", "gradient"]
     microbatch: int
     boundary: int
+
+    def sides(self, num_stages: int) -> tuple[int, int]:
+        """Sending and receiving stage: virtual stage v is on stage v modulo their number."""
+        before, after = self.boundary % num_stages, (self.boundary + 1) % num_stages
+        return (before, after) if self.what == "activation" else (after, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,84 +45,167 @@ class Wait:
     transfers: tuple[Transfer, ...]
 
 
-Instruction = Forward | Backward | Post | Wait
-Schedule = Callable[[int, int, int], Iterator[Instruction]]
-"""(stage, number of stages, number of microbatches) -> instructions."""
+Instruction = Compute | Post | Wait
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Instruction]:
+class Pipeline(NamedTuple):
+    """What a schedule depends on: stages, virtual stages on each, microbatches."""
+
+    stages: int
+    chunks: int
+    microbatches: int
+
+
+Schedule = Callable[[int, Pipeline], Iterator[Instruction]]
+"""Stage and pipeline -> instructions of the stage."""
+
+
+def gpipe(stage: int, pipeline: Pipeline) -> Iterator[Instruction]:
     """All forwards, then all backwards. Sends run beside the computation and are waited for at the turn."""
-    ends = _Ends(stage, num_stages)
-    for phase, receive, send in (
-        (Forward, ends.activation_in, ends.activation_out),
-        (Backward, ends.gradient_in, ends.gradient_out),
-    ):
+    ends = _Ends(stage, pipeline)
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase in phases:
         sent: list[Transfer] = []
-        for microbatch in range(num_microbatches):
-            yield from _exchange(receive(microbatch))
-            yield phase(microbatch)
-            yield from _post(send(microbatch))
-            sent.extend(send(microbatch))
+        for microbatch in range(pipeline.microbatches):
+            yield from _exchange(ends.needed(phase, microbatch))
+            yield Compute(phase, microbatch)
+            yield from _post(ends.made(phase, microbatch))
+            sent.extend(ends.made(phase, microbatch))
         yield from _wait(tuple(sent))
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> Iterator[Instruction]:
+def one_forward_one_backward(stage: int, pipeline: Pipeline) -> Iterator[Instruction]:
     """1F1B as torch runs it: in the steady state a send and the opposite receive are one operation, waited for."""
-    ends = _Ends(stage, num_stages)
-    warmup = min(num_microbatches, num_stages - stage)
+    ends, microbatches = _Ends(stage, pipeline), pipeline.microbatches
+    warmup = min(microbatches, pipeline.stages - stage)
     pending: tuple[Transfer, ...] = ()
     for microbatch in range(warmup):
-        yield from _exchange(ends.activation_in(microbatch))
-        yield Forward(microbatch)
+        yield from _exchange(ends.needed("forward", microbatch))
+        yield Compute("forward", microbatch)
         yield from _wait(pending)
-        pending = ends.activation_out(microbatch)
+        pending = ends.made("forward", microbatch)
         if microbatch < warmup - 1:
             yield from _post(pending)
     forward, backward = warmup, 0
     while True:
-        yield from _exchange(pending + ends.gradient_in(backward))
-        yield Backward(backward)
-        pending = ends.gradient_out(backward)
+        yield from _exchange(pending + ends.needed("backward", backward))
+        yield Compute("backward", backward)
+        pending = ends.made("backward", backward)
         backward += 1
-        if forward == num_microbatches:
+        if forward == microbatches:
             break
-        yield from _exchange(pending + ends.activation_in(forward))
-        yield Forward(forward)
-        pending = ends.activation_out(forward)
+        yield from _exchange(pending + ends.needed("forward", forward))
+        yield Compute("forward", forward)
+        pending = ends.made("forward", forward)
         forward += 1
     yield from _post(pending)
-    for microbatch in range(backward, num_microbatches):
-        yield from _exchange(ends.gradient_in(microbatch))
-        yield Backward(microbatch)
+    for microbatch in range(backward, microbatches):
+        yield from _exchange(ends.needed("backward", microbatch))
+        yield Compute("backward", microbatch)
         yield from _wait(pending)
-        pending = ends.gradient_out(microbatch)
+        pending = ends.made("backward", microbatch)
         yield from _post(pending)
     yield from _wait(pending)
 
 
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+def interleaved(stage: int, pipeline: Pipeline) -> Iterator[Instruction]:
+    """1F1B over virtual stages (Narayanan et al. 2021), in torch's order; messages move beside the computation."""
+    return _beside(stage, pipeline, _rounds(stage, pipeline, ahead=2, split=False))
+
+
+def zero_bubble(stage: int, pipeline: Pipeline) -> Iterator[Instruction]:
+    """ZB-H1 (Qi et al. 2023) in torch's order: weight gradients wait behind as many backwards as there are stages before."""
+    return _beside(stage, pipeline, _rounds(stage, pipeline, ahead=1, split=True))
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
 """Schedules by the name they have in a layout."""
+ROUNDS = ("interleaved", "zero-bubble")
+"""Schedules in which the microbatches of a step are a whole number of rounds."""
+SPLIT_BACKWARD = ("zero-bubble",)
+"""Schedules that run gradients of the weights apart."""
+
+
+def _rounds(stage: int, pipeline: Pipeline, *, ahead: int, split: bool) -> Iterator[Compute]:
+    """Passes of a stage in order: each chunk in turn takes the microbatches of a round, backwards from the last chunk.
+
+    Args:
+        ahead: forwards that a stage runs ahead of the one after it.
+        split: run gradients of the weights apart.
+    """
+    stages, chunks, microbatches = pipeline
+    per_round = round_size(pipeline)
+    total = chunks * microbatches
+    warmup = min(total, (chunks - 1) * per_round + ahead * (stages - 1 - stage))
+    whole: Phase = "input" if split else "backward"
+    held: list[Compute] = []
+    for step in range(total + warmup):
+        if step < total:
+            yield Compute("forward", *_turn(step, per_round, chunks))
+        if step >= warmup:
+            microbatch, turn = _turn(step - warmup, per_round, chunks)
+            yield Compute(whole, microbatch, chunks - 1 - turn)
+            held.append(Compute("weight", microbatch, chunks - 1 - turn))
+            if split and len(held) > stage:
+                yield held.pop(0)
+    if split:
+        yield from held
+
+
+def round_size(pipeline: Pipeline) -> int:
+    """Microbatches that a chunk takes before the next chunk's turn (torch: about as many as there are stages)."""
+    return pipeline.microbatches // max(1, pipeline.microbatches // pipeline.stages)
+
+
+def _turn(step: int, per_round: int, chunks: int) -> tuple[int, int]:
+    """(microbatch, chunk) of the step-th pass."""
+    turn, place = divmod(step, per_round)
+    return turn // chunks * per_round + place, turn % chunks
+
+
+def _beside(stage: int, pipeline: Pipeline, order: Iterator[Compute]) -> Iterator[Instruction]:
+    """Passes with their messages: receives are open from the start, sends are never waited for before the end."""
+    ends = _Ends(stage, pipeline)
+    passes = list(order)
+    yield from _post(tuple(t for one in passes for t in ends.needed(*one)))
+    sent: list[Transfer] = []
+    for one in passes:
+        yield from _wait(ends.needed(*one))
+        yield one
+        made = ends.made(*one)
+        yield from _post(made)
+        sent.extend(made)
+    yield from _wait(tuple(sent))
 
 
 def in_flight(instructions: Sequence[Instruction]) -> int:
-    """The most microbatches whose forward has run and whose backward has not."""
+    """The most (microbatch, chunk) pairs whose forward has run and whose weight gradients have not."""
     held = most = 0
     for instruction in instructions:
-        held += isinstance(instruction, Forward) - isinstance(instruction, Backward)
-        most = max(most, held)
+        if isinstance(instruction, Compute):
+            held += {"forward": 1, "input": 0}.get(instruction.phase, -1)
+            most = max(most, held)
     return most
 
 
-def gathers_needed(instructions: Sequence[Instruction]) -> dict[Forward | Backward, bool]:
-    """For each forward and backward, whether sharded parameters must be gathered first.
+def gathers_needed(instructions: Sequence[Instruction]) -> dict[Compute, bool]:
+    """For each pass, whether sharded parameters must be gathered first.
 
     Inside a pipeline a block stays gathered after a backward that is not the step's last and is released after
-    a forward, so only a backward leaves the next instruction with gathered parameters.
+    a forward, so only a backward leaves the chunk's next pass with gathered parameters.
     """
-    passes = [i for i in instructions if isinstance(i, (Forward, Backward))]
-    gathers: dict[Forward | Backward, bool] = {passes[0]: True} if passes else {}
-    for before, after in pairwise(passes):
-        gathers[after] = isinstance(before, Forward)
+    passes = [i for i in instructions if isinstance(i, Compute)]
+    gathers: dict[Compute, bool] = {}
+    before: dict[int, Compute] = {}
+    for one in passes:
+        last = before.get(one.chunk)
+        gathers[one] = last is None or last.phase == "forward"
+        before[one.chunk] = one
     return gathers
 
 
@@ -130,24 +214,27 @@ class _Ends:
     """The transfers that a stage takes part in; none over the ends of the pipeline."""
 
     stage: int
-    num_stages: int
+    pipeline: Pipeline
 
-    def activation_in(self, microbatch: int) -> tuple[Transfer, ...]:
-        return self._over("activation", microbatch, self.stage - 1)
+    def needed(self, phase: Phase, microbatch: int, chunk: int = 0) -> tuple[Transfer, ...]:
+        """What must have arrived before a pass."""
+        if phase == "forward":
+            return self._over("activation", microbatch, self._virtual(chunk) - 1)
+        return self._over("gradient", microbatch, self._virtual(chunk)) if phase != "weight" else ()
 
-    def activation_out(self, microbatch: int) -> tuple[Transfer, ...]:
-        return self._over("activation", microbatch, self.stage)
+    def made(self, phase: Phase, microbatch: int, chunk: int = 0) -> tuple[Transfer, ...]:
+        """What a pass sends."""
+        if phase == "forward":
+            return self._over("activation", microbatch, self._virtual(chunk))
+        return self._over("gradient", microbatch, self._virtual(chunk) - 1) if phase != "weight" else ()
 
-    def gradient_in(self, microbatch: int) -> tuple[Transfer, ...]:
-        return self._over("gradient", microbatch, self.stage)
-
-    def gradient_out(self, microbatch: int) -> tuple[Transfer, ...]:
-        return self._over("gradient", microbatch, self.stage - 1)
+    def _virtual(self, chunk: int) -> int:
+        return chunk * self.pipeline.stages + self.stage
 
     def _over(
         self, what: Literal["activation", "gradient"], microbatch: int, boundary: int
     ) -> tuple[Transfer, ...]:
-        inside = 0 <= boundary < self.num_stages - 1
+        inside = 0 <= boundary < self.pipeline.stages * self.pipeline.chunks - 1
         return (Transfer(what, microbatch, boundary),) if inside else ()
 
 

@@ -39,6 +39,7 @@ class Pass:
         ledger: its work; the owners sum to the nominal duration.
         tail_s: work on other streams that ends this much later than the main stream (gradient reduction).
         tail_part: owner of the tail when nothing hides it.
+        side_s: nominal time of that other work, all of it.
     """
 
     duration_s: Array
@@ -46,6 +47,7 @@ class Pass:
     spans: tuple[Span, ...] = ()
     tail_s: Array | None = None
     tail_part: str = "dp"
+    side_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,4 +125,5 @@ class Streams:
             spans=tuple(self.spans),
             tail_s=tail,
             tail_part=side,
+            side_s=self.busy_s,
         )

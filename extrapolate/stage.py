@@ -21,8 +21,9 @@ from llmprof.extrapolate.graph import Kind
 from llmprof.extrapolate.layers import LayerPricer, LayerSegments
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.partition import Names, Parameter, Plan, held_bytes, parameter_bytes
+from llmprof.extrapolate.partition import Parameter, Plan, held_bytes, parameter_bytes
 from llmprof.extrapolate.simulate import Array, Pass, Streams
+from llmprof.extrapolate.split import Names
 
 
 def equal_stages(
@@ -33,31 +34,62 @@ def equal_stages(
     Args:
         record: keep spans.
     """
-    found: dict[tuple[object, ...], Stage] = {}
-    stages = []
+    found: dict[tuple[object, ...], Chunk] = {}
     last = len(plan.stages) - 1
-    for index, layers in enumerate(plan.stages):
+
+    def one(index: int, layers: Names) -> Chunk:
         key = (layers, index == 0, bool(plan.tied) and index in (0, last))
         if key not in found:
-            found[key] = Stage(
-                index=index, plan=plan, machine=machine, pricer=pricer, segments=segments, record=record
+            found[key] = Chunk(
+                index=index,
+                layers=layers,
+                plan=plan,
+                machine=machine,
+                pricer=pricer,
+                segments=segments,
+                record=record,
             )
-        stages.append(found[key])
-    return stages
+        return found[key]
+
+    return [
+        Stage(
+            chunks=tuple(one(index, chunk) for chunk in plan.virtual[index :: len(plan.stages)]),
+            whole=one(index, layers),
+        )
+        for index, layers in enumerate(plan.stages)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage on one rank: its virtual stages, and all its layers as one for what they do together."""
+
+    chunks: tuple[Chunk, ...]
+    whole: Chunk
+
+    def run(self, kind: Kind) -> Pass:
+        """The pass of a kind."""
+        return self.chunks[kind.chunk].run(kind)
+
+    def end_of_step(self) -> Pass:
+        """What follows the last backward: copies out of buckets, tied gradients, optimizer, updated parameters."""
+        return self.whole.end_of_step()
 
 
 @dataclass(slots=True)
-class Stage:
-    """One pipeline stage on one rank.
+class Chunk:
+    """Layers of one virtual stage on one rank.
 
     Attributes:
-        index: of the stage, or of the first of those that are equal to it.
+        index: of its stage, or of the first of those that are equal to it.
+        layers: in forward order, equal ones together.
         pricer: what layouts share.
         segments: of each kind of layer.
         record: keep spans.
     """
 
     index: int
+    layers: Names
     plan: Plan
     machine: Machine
     pricer: LayerPricer
@@ -73,11 +105,6 @@ class Stage:
         """Whether it holds a copy of a parameter that is tied over stages."""
         return bool(self.plan.tied) and self.index in (0, self.plan.layout.pp - 1)
 
-    @property
-    def layers(self) -> Names:
-        """Layers in forward order, equal ones together."""
-        return self.plan.stages[self.index]
-
     def run(self, kind: Kind) -> Pass:
         """The pass of a kind; equal passes are simulated once.
 
@@ -87,16 +114,20 @@ class Stage:
         layout = self.plan.layout
         pipelined = layout.pp > 1
         gather = layout.zero == 3 and (not pipelined or kind.gather)
-        if not kind.backward:
+        if kind.phase == "forward":
             root = layout.zero == 3 and (kind.first or not pipelined)
             key: tuple[object, ...] = ("forward", gather, root)
             if key not in self._passes:
                 self._passes[key] = self._forward(gather=gather, root=root)
         else:
-            sync = kind.last or layout.zero == 2 or (layout.zero == 3 and not pipelined)
-            key = ("backward", gather, not kind.first, sync and (layout.dp > 1 or layout.zero == 3))
+            makes = kind.phase != "input"
+            sync = makes and (kind.last or layout.zero == 2 or (layout.zero == 3 and not pipelined))
+            accumulate = makes and not kind.first
+            key = (kind.phase, gather, accumulate, sync and (layout.dp > 1 or layout.zero == 3))
             if key not in self._passes:
-                self._passes[key] = self._backward(gather=gather, accumulate=not kind.first, sync=sync)
+                work = "weight" if kind.phase == "weight" else f"recompute and {kind.phase}"
+                run = self._sharded_backward if layout.zero == 3 else self._backward
+                self._passes[key] = run(work, gather=gather, accumulate=accumulate, sync=sync)
         return self._passes[key]
 
     def _forward(self, *, gather: bool, root: bool) -> Pass:
@@ -118,23 +149,21 @@ class Stage:
             run_equal(streams, gatherer, count, one)
         return self.machine.finish(streams)
 
-    def _backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
-        if self.plan.layout.zero == 3:
-            return self._sharded_backward(gather=gather, accumulate=accumulate, sync=sync)
+    def _backward(self, work: str, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
         streams, layout = self._streams(), self.plan.layout
         order = self.layers[::-1]
         reduces = sync and layout.dp > 1
-        kind = "backward and copies" if reduces and layout.zero == 0 else "backward"
+        kind = f"{work} and copies" if reduces and layout.zero == 0 else work
         reducer = self._reducer(order) if reduces else None
         for run, (name, count) in enumerate(order):
-            stretch = self._stretch(name, f"recompute and {kind}", accumulate=accumulate)
+            stretch = self._stretch(name, kind, accumulate=accumulate)
             launches = reducer.launches_s(run, count) if reducer else None
             started = streams.now()
             ended = self.machine.repeat(
                 streams, stretch if launches is None else stretch.launching(launches), count
             )
             if reducer:
-                reducer.row_done(count, started, ended, share=self._backward_share(name, stretch))
+                reducer.row_done(count, started, ended, share=self._backward_share(name, work, stretch))
         if reducer:
             reducer.run(streams)
         if layout.pp == 1:
@@ -142,20 +171,20 @@ class Stage:
             streams.wait(streams.now("dp"), "dp")
         return self.machine.finish(streams)
 
-    def _backward_share(self, name: str, stretch: Stretch) -> Array | float:
+    def _backward_share(self, name: str, work: str, stretch: Stretch) -> Array | float:
         """Share of a layer's recomputation and backward that is backward."""
-        if not self._recomputes(name):
+        if "recompute" not in work or not self._recomputes(name):
             return 1.0
         again = self._stretch(name, "recompute")
         return 1.0 - again.alone_s(self.machine) / stretch.alone_s(self.machine)
 
-    def _sharded_backward(self, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
+    def _sharded_backward(self, work: str, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
         streams = self._streams()
         order = self.layers[::-1]
         gatherer = self._gatherer(streams, order if gather else ())
         gatherer.prefetch()
         for name, count in order:
-            stretch = self._stretch(name, "recompute and backward", accumulate=accumulate)
+            stretch = self._stretch(name, work, accumulate=accumulate)
             if not gather and not sync:
                 self.machine.repeat(streams, stretch, count)
                 continue
@@ -196,15 +225,19 @@ class Stage:
             yield segments.recompute, f"{name} recompute", "recompute"
         if "backward" in kind:
             yield segments.backward, f"{name} backward", "backward"
-            if accumulate and segments.accumulate:
-                yield segments.accumulate, "", ""
+        if "input" in kind and segments.input:
+            yield segments.input, f"{name} gradient of input", "backward"
+        if "weight" in kind and segments.weight:
+            yield segments.weight, f"{name} gradient of weights", "backward"
+        if accumulate and segments.accumulate:
+            yield segments.accumulate, "", ""
         if "copies" in kind:
             yield self._copies(name), "", ""
         if kind == "optimizer":
             yield segments.optimizer, f"{name} optimizer", "optimizer"
 
     def end_of_step(self) -> Pass:
-        """What follows the last backward: copies out of buckets, tied gradients, optimizer, updated parameters."""
+        """See `Stage`."""
         key = ("end",)
         if key not in self._passes:
             self._passes[key] = self._end_of_step()

@@ -11,36 +11,68 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from llmprof.extrapolate.graph import Course, Graph, Kind, build_graph
 from llmprof.extrapolate.ledger import Ledger, Parts
-from llmprof.extrapolate.schedule import SCHEDULES, Instruction, in_flight
+from llmprof.extrapolate.schedule import SCHEDULES, Instruction, Pipeline, in_flight
 from llmprof.extrapolate.simulate import Array, Pass, Span
 
 AGREEMENT = 1e-9
 """Relative difference of two increments that are taken as equal."""
 TRIALS = ((1, 3), (2, 6), (5, 15))
 """(times the stages, plus) microbatches after which a schedule may have become periodic."""
+_NAMES = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "weight gradients"}
+ROUND_TRIALS = (4, 8)
+"""Rounds after which a schedule in rounds of as many microbatches as stages may have become periodic."""
+
+
+class Timetable(NamedTuple):
+    """A schedule and what it depends on."""
+
+    schedule: str
+    pipeline: Pipeline
+
+    @property
+    def period(self) -> int:
+        """Microbatches after which a long step repeats itself, at the earliest."""
+        return self.pipeline.stages if self.pipeline.chunks > 1 else 1
+
+    def of(self, microbatches: int) -> Timetable:
+        """The same for another number of microbatches."""
+        return self._replace(pipeline=self.pipeline._replace(microbatches=microbatches))
+
+    def trials(self) -> Iterator[tuple[Timetable, Timetable, Timetable]]:
+        """Three shorter steps, each one period longer and ending like the long one, earlier ones first."""
+        stages, _, total = self.pipeline
+        period = self.period
+        fewest = [r * period for r in ROUND_TRIALS] if period > 1 else [f * stages + p for f, p in TRIALS]
+        for start in fewest:
+            first = start + (total - start) % period
+            if total <= first + 2 * period or total % period:
+                return
+            yield self.of(first), self.of(first + period), self.of(first + 2 * period)
 
 
 @lru_cache(maxsize=512)
-def programs(schedule: str, num_stages: int, microbatches: int) -> tuple[tuple[Instruction, ...], ...]:
+def programs(timetable: Timetable) -> tuple[tuple[Instruction, ...], ...]:
     """Instructions of every stage."""
-    make = SCHEDULES[schedule]
-    return tuple(tuple(make(stage, num_stages, microbatches)) for stage in range(num_stages))
+    make = SCHEDULES[timetable.schedule]
+    return tuple(tuple(make(stage, timetable.pipeline)) for stage in range(timetable.pipeline.stages))
 
 
 @lru_cache(maxsize=4096)
-def most_in_flight(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose activations are held at once."""
-    short = num_stages + 2
-    if microbatches <= short:
-        return tuple(in_flight(p) for p in programs(schedule, num_stages, microbatches))
-    before, last = (most_in_flight(schedule, num_stages, n) for n in (short - 1, short))
-    return tuple(b + (microbatches - short) * (b - a) for a, b in zip(before, last, strict=True))
+def most_in_flight(timetable: Timetable) -> tuple[float, ...]:
+    """For each stage, the most microbatches whose activations are held at once; one of many chunks is a part of one."""
+    _, chunks, total = timetable.pipeline
+    short = next(timetable.trials(), None)
+    if short is None:
+        return tuple(in_flight(p) / chunks for p in programs(timetable))
+    before, last = most_in_flight(short[1]), most_in_flight(short[2])
+    more = (total - short[2].pipeline.microbatches) // timetable.period
+    return tuple(b + more * (b - a) for a, b in zip(before, last, strict=True))
 
 
 class StagePasses(Protocol):
@@ -94,33 +126,28 @@ class Times:
 
 
 @lru_cache(maxsize=256)
-def _graph(schedule: str, num_stages: int, microbatches: tuple[int, ...]) -> Graph:
-    return build_graph(programs(schedule, num_stages, n) for n in microbatches)
+def _graph(*timetables: Timetable) -> Graph:
+    return build_graph(map(programs, timetables))
 
 
-def run_step(schedule: str, microbatches: int, times: Times, *, every: bool = False) -> list[StageClock]:
+def run_step(timetable: Timetable, times: Times, *, every: bool = False) -> list[StageClock]:
     """Clocks of all stages at the end of their last backward.
 
     Args:
         every: simulate every microbatch and keep spans; else there are none.
     """
-    number = len(times.stages)
     if every:
-        whole = [programs(schedule, number, microbatches)]
-        filled = _fill(build_graph(whole, lean=False), times)
+        filled = _fill(build_graph([programs(timetable)], lean=False), times)
         return filled.clocks(filled.graph.courses[0], spans=True)
-    for factor, plus in TRIALS:
-        fewest = factor * number + plus
-        if microbatches <= fewest + 2:
-            break
-        filled = _fill(_graph(schedule, number, (fewest, fewest + 1, fewest + 2)), times)
-        if not filled.in_rhythm(filled.graph.courses[2]):
-            continue
-        trial = [filled.clocks(course) for course in filled.graph.courses]
-        if _periodic(trial):
-            more = microbatches - fewest - 2
-            return [_longer(b, c, more) for b, c in zip(trial[1], trial[2], strict=True)]
-    filled = _fill(_graph(schedule, number, (microbatches,)), times)
+    for trial in timetable.trials():
+        filled = _fill(_graph(*trial), times)
+        first, middle, last = filled.graph.courses
+        if filled.in_rhythm(last, timetable.period * timetable.pipeline.chunks):
+            clocks = filled.clocks(first), filled.clocks(middle), filled.clocks(last)
+            if _periodic(*clocks):
+                more = timetable.pipeline.microbatches - trial[2].pipeline.microbatches
+                return [_longer(b, c, more // timetable.period) for b, c in zip(*clocks[1:], strict=True)]
+    filled = _fill(_graph(timetable), times)
     return filled.clocks(filled.graph.courses[0])
 
 
@@ -130,6 +157,7 @@ def _fill(graph: Graph, times: Times) -> _Filled:
         graph=graph,
         times=times,
         passes=passes,
+        chunks=1 + max(kind.chunk for kind in graph.kinds),
         ends=graph.ends([run.duration_s for run in passes] + list(times.transfer_s), times.start_s),
     )
 
@@ -141,28 +169,39 @@ class _Filled:
     Attributes:
         passes: by kind.
         ends: of the tasks, the start last.
+        chunks: on each stage.
     """
 
     graph: Graph
     times: Times
     passes: Sequence[Pass]
     ends: Sequence[Array]
+    chunks: int
 
-    def in_rhythm(self, course: Course) -> bool:
-        """Whether the last three forwards of all stages, and the backwards before them, are equally far apart.
+    def in_rhythm(self, course: Course, forwards: int) -> bool:
+        """Whether in the last three periods before the last forward every pass comes equally long after its like.
 
-        Everything later depends on them alone, so it goes on like that. True of a schedule in which they do not alternate.
+        Everything later depends on them alone, so it goes on like that. True of a schedule whose last forwards stand
+        together: there is nothing to compare.
+
+        Args:
+            forwards: number of forwards in a period.
         """
-        apart: list[Array] = []
-        for runs in course.runs:
-            last = max(i for i, run in enumerate(runs) if not self.graph.kinds[run.kind].backward)
-            beats = runs[max(last - 5, 0) : last + 1]
-            if [self.graph.kinds[run.kind].backward for run in beats] != [True, False] * 3:
-                return True
-            ends = [self.ends[run.task] for run in beats]
-            apart.extend(later - earlier for earlier, later in zip(ends, ends[2:], strict=False))
         tolerance = AGREEMENT * self.ends[course.ends[0][-1]]
-        return all(bool((np.abs(gap - apart[0]) <= tolerance).all()) for gap in apart)
+        rhythm: Array | None = None
+        for runs in course.runs:
+            phases = [self.graph.kinds[run.kind].phase for run in runs]
+            last = len(phases) - phases[::-1].index("forward")
+            length = forwards * len(phases) // phases.count("forward")
+            window = phases[last - length : last]
+            if last < 3 * length or window.count("forward") != forwards:
+                return window.count("forward") > forwards
+            ends = np.stack([self.ends[run.task] for run in runs[last - 3 * length : last]])
+            apart = ends[length:] - ends[:-length]
+            rhythm = apart[0] if rhythm is None else rhythm
+            if bool((np.abs(apart - rhythm) > tolerance).any()):
+                return False
+        return True
 
     def clocks(self, course: Course, *, spans: bool = False) -> list[StageClock]:
         nominal = np.array([end[0] for end in self.ends])
@@ -177,12 +216,7 @@ class _Filled:
     def _clock(
         self, course: Course, stage: int, moving_s: float, bubble_s: float, *, spans: tuple[Span, ...]
     ) -> StageClock:
-        tail_end_s, part = self.times.start_s, "dp"
-        for run in reversed(course.runs[stage]):
-            found = self.passes[run.kind]
-            if found.tail_s is not None:
-                tail_end_s, part = self.ends[run.task] + found.tail_s, found.tail_part
-                break
+        tail_end_s, part = self._tail(course, stage)
         return StageClock(
             now_s=np.maximum.reduce([self.ends[task] for task in course.ends[stage]]),
             tail_end_s=tail_end_s,
@@ -191,6 +225,25 @@ class _Filled:
             waits={"pp": moving_s, "bubble": bubble_s},
             spans=spans,
         )
+
+    def _tail(self, course: Course, stage: int) -> tuple[Array, str]:
+        """When the side streams end, and who owns that.
+
+        What the last pass of a chunk leaves waits for what that of the chunk before has left, if it goes on so long.
+        """
+        left: dict[int, tuple[Array, Pass]] = {}
+        for run in reversed(course.runs[stage]):
+            chunk, found = self.graph.kinds[run.kind].chunk, self.passes[run.kind]
+            if found.tail_s is not None and chunk not in left:
+                left[chunk] = self.ends[run.task] + found.tail_s, found
+                if len(left) == self.chunks:
+                    break
+        if not left:
+            return self.times.start_s, "dp"
+        (end_s, found), *later = reversed(left.values())
+        for own_s, found in later:
+            end_s = np.maximum(own_s, end_s + found.side_s)
+        return end_s, found.tail_part
 
     def _spans(self, course: Course, stage: int, nominal: Array) -> Iterator[Span]:
         """Waits, instructions on the stream "schedule", and what ran inside them on its own streams."""
@@ -205,26 +258,28 @@ class _Filled:
             run = self.passes[kind]
             length = float(run.duration_s[0])
             start = float(nominal[task]) - length
-            phase = "backward" if self.graph.kinds[kind].backward else "forward"
-            yield Span("schedule", f"{phase} {microbatch}", phase, start, length)
+            of = self.graph.kinds[kind]
+            phase = "forward" if of.phase == "forward" else "backward"
+            name = f"{_NAMES[of.phase]} {microbatch}" + (f" of chunk {of.chunk}" if of.chunk else "")
+            yield Span("schedule", name, phase, start, length)
             for span in run.spans:
                 yield Span(span.stream, span.name, span.phase, start + span.start_s, span.duration_s)
 
 
-def _periodic(trial: Sequence[Sequence[StageClock]]) -> bool:
-    """Whether the last microbatch added to every clock what the one before it had added, and no stage falls behind.
+def _periodic(first: Sequence[StageClock], middle: Sequence[StageClock], last: Sequence[StageClock]) -> bool:
+    """Whether the last period added to every clock what the one before it had added, and no stage falls behind.
 
     A stage that works longer than the others wait may catch up with the rest only later: then the period is not yet
     the final one, and it is shorter than that stage's work.
     """
-    busiest_s = np.maximum.reduce([_added_s(b, c) for b, c in zip(trial[1], trial[2], strict=True)])
-    for a, b, c in zip(*trial, strict=True):
-        for earlier, middle, later in (
+    busiest_s = np.maximum.reduce([_added_s(b, c) for b, c in zip(middle, last, strict=True)])
+    for a, b, c in zip(first, middle, last, strict=True):
+        for earlier, between, later in (
             (a.now_s, b.now_s, c.now_s),
             (a.tail_end_s, b.tail_end_s, c.tail_end_s),
         ):
             tolerance = AGREEMENT * later
-            difference = (later - middle) - (middle - earlier)
+            difference = (later - between) - (between - earlier)
             if bool((np.abs(difference) > tolerance).any()):
                 return False
         if bool((c.now_s - b.now_s < busiest_s - AGREEMENT * c.now_s).any()):
@@ -233,7 +288,7 @@ def _periodic(trial: Sequence[Sequence[StageClock]]) -> bool:
 
 
 def _added_s(before: StageClock, last: StageClock) -> Array:
-    """Work of the one microbatch that the last step has more: no period is shorter."""
+    """Work of the one period that the last step has more: none is shorter."""
     total = np.zeros_like(last.now_s)
     for kind, (run, times) in last.passes.items():
         more = times - (before.passes[kind][1] if kind in before.passes else 0.0)
@@ -243,7 +298,7 @@ def _added_s(before: StageClock, last: StageClock) -> Array:
 
 
 def _longer(before: StageClock, last: StageClock, more: int) -> StageClock:
-    """The clock after `more` further microbatches, each adding what the last one added."""
+    """The clock after `more` further periods, each adding what the last one added."""
     counts = {kind: n for kind, (_, n) in before.passes.items()}
     return replace(
         last,

@@ -53,7 +53,6 @@ def test_a_full_row_is_one_reading() -> None:
         ({"precision": "nvfp4"}, "not supported yet: precision nvfp4"),
         ({"dp_mode": "zero3 + optimizer offload"}, "not supported yet: offload=optimizer"),
         ({"gpu": "Z9000"}, "not supported yet: unknown device 'Z9000'"),
-        ({"pp": 2, "vpp": 2, "n_gpus": 16}, "not supported yet: virtual pipeline stages (vpp=2)"),
         ({"tp": 3, "n_gpus": 24}, "not supported yet: heads=16 is not a multiple of tp=3"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmprof.errors import LayoutError
-from llmprof.schema.layout import AXES, OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
+from llmprof.schema.layout import AXES, OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, VIRTUAL, Layout
 
 
 @st.composite
@@ -26,8 +26,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         sp=draw(st.booleans()) if tp > 1 else False,
         cp=cp,
         cp_kind=draw(st.sampled_from(["ring", "ulysses"])),
-        pp=draw(degree),
-        vpp=draw(degree) if schedule in ("interleaved", "dualpipe") else 1,
+        pp=(pp := draw(degree)),
+        vpp=draw(degree) if schedule in VIRTUAL and pp > 1 else 1,
         ep=draw(st.sampled_from([d for d in range(1, dp * cp + 1) if dp * cp % d == 0])),
         etp=draw(st.sampled_from([0, 1, 2])),
         mb=draw(degree),
@@ -126,7 +126,8 @@ def test_spellings(text: str, key: str, value: object) -> None:
         ("dp=2,ep=3", "does not divide dp x cp = 2 x 1 = 2"),
         ("sp=1", "sp needs tp > 1"),
         ("tp=2,sp=maybe", "not a flag"),
-        ("pp=2,vpp=2", "needs an interleaved schedule"),
+        ("pp=2,vpp=2", "needs a schedule with virtual stages"),
+        ("vpp=2,schedule=interleaved", "vpp=2 needs pp > 1"),
         ("schedule=dance", "schedule=dance is not known"),
         ("recompute=some", "recompute=some is not known"),
         ("offload=cloud", "offload=cloud is not known"),

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmprof.errors import LayoutError, WorkloadError
-from llmprof.extrapolate.partition import Plan, partition, split_stages
+from llmprof.extrapolate.partition import Plan, partition
 from llmprof.extrapolate.precision import PrecisionRule, choose_precision
 from llmprof.extrapolate.request import check_supported, resolve_batch
+from llmprof.extrapolate.split import split_stages
 from llmprof.schema.layout import Layout
 from llmprof.schema.operators import MATMUL_FAMILIES
 from llmprof.schema.workload import Workload
@@ -151,8 +152,7 @@ def test_replicated_work_is_refused_by_name() -> None:
     [
         ("dp=2,cp=2", "context parallelism"),
         ("dp=2,ep=2", "expert parallelism"),
-        ("pp=2,vpp=2,schedule=interleaved", "virtual pipeline stages"),
-        ("pp=2,schedule=zero-bubble", "schedule=zero-bubble"),
+        ("pp=2,schedule=dualpipe", "schedule=dualpipe"),
         ("offload=optimizer", "offload=optimizer"),
         ("recompute=selective", "recompute=selective"),
     ],

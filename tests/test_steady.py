@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from llmprof.extrapolate.graph import Kind
 from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.schedule import in_flight
+from llmprof.extrapolate.schedule import Pipeline, in_flight
 from llmprof.extrapolate.simulate import Pass, Streams
-from llmprof.extrapolate.steady import Times, most_in_flight, programs, run_step
+from llmprof.extrapolate.steady import Times, Timetable, most_in_flight, programs, run_step
 
 times = st.floats(0.1, 10.0)
 
@@ -28,7 +28,7 @@ class FixedStage:
     backward: Pass
 
     def run(self, kind: Kind) -> Pass:
-        if not kind.backward:
+        if kind.phase == "forward":
             return self.forward
         duration = self.backward.duration_s * (0.9 if kind.first else 1.0)
         ledger = Ledger(own={"compute": float(duration[0])})
@@ -55,8 +55,8 @@ def test_a_few_microbatches_tell_the_rest(
 ) -> None:
     links = [np.full(3, transfer)] * (len(durations) - 1)
     made = Times(stages=make_stages(durations), transfer_s=links, start_s=np.zeros(3))
-    short = run_step(schedule, microbatches, made)
-    full = run_step(schedule, microbatches, made, every=True)
+    table = Timetable(schedule, Pipeline(len(durations), 1, microbatches))
+    short, full = run_step(table, made), run_step(table, made, every=True)
     for a, b in zip(short, full, strict=True):
         np.testing.assert_allclose(a.now_s, b.now_s, rtol=1e-9 if schedule == "1f1b" else 0.03)
         np.testing.assert_allclose(a.tail_end_s, b.tail_end_s, rtol=1e-9 if schedule == "1f1b" else 0.03)
@@ -80,19 +80,46 @@ def test_equal_stages_with_a_longer_last_one_are_exact(
     durations = [duration] * (stages - 1) + [(forward * (1 + head), backward * (1 + head))]
     links = [np.full(3, 0.02 * forward)] * (stages - 1)
     made = Times(stages=make_stages(durations), transfer_s=links, start_s=np.zeros(3))
-    short = run_step(schedule, microbatches, made)
-    full = run_step(schedule, microbatches, made, every=True)
+    table = Timetable(schedule, Pipeline(len(durations), 1, microbatches))
+    short, full = run_step(table, made), run_step(table, made, every=True)
     for a, b in zip(short, full, strict=True):
         np.testing.assert_allclose(a.now_s, b.now_s, rtol=1e-9 if schedule == "1f1b" else 2e-3)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 9), (4, 3), (4, 40), (8, 64)])
-def test_activations_in_flight_are_those_of_the_whole_program(
-    schedule: str, stages: int, microbatches: int
+@settings(deadline=None, max_examples=40)
+@given(
+    schedule=st.sampled_from(["interleaved", "zero-bubble"]),
+    chunks=st.integers(1, 3),
+    durations=st.lists(st.tuples(times, times), min_size=2, max_size=4),
+    rounds=st.integers(1, 14),
+    transfer=st.floats(0.0, 2.0),
+)
+def test_a_few_rounds_tell_the_rest(
+    schedule: str, chunks: int, durations: list[tuple[float, float]], rounds: int, transfer: float
 ) -> None:
-    whole = tuple(in_flight(p) for p in programs(schedule, stages, microbatches))
-    assert most_in_flight(schedule, stages, microbatches) == whole
+    stages = len(durations)
+    links = [np.full(3, transfer)] * (stages * chunks - 1)
+    made = Times(stages=make_stages(durations), transfer_s=links, start_s=np.zeros(3))
+    table = Timetable(schedule, Pipeline(stages, chunks, rounds * stages))
+    short, full = run_step(table, made), run_step(table, made, every=True)
+    for a, b in zip(short, full, strict=True):
+        np.testing.assert_allclose(a.now_s, b.now_s, rtol=1e-9)
+        np.testing.assert_allclose(a.tail_end_s, b.tail_end_s, rtol=1e-9)
+        parts = a.ledger().parts()
+        assert sum(parts.values()) == pytest.approx(float(a.now_s[0]), rel=1e-9)
+        assert parts["compute"] == pytest.approx(b.ledger().parts()["compute"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3)]
+)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 9), (4, 4), (4, 40), (8, 64)])
+def test_activations_in_flight_are_those_of_the_whole_program(
+    schedule: str, chunks: int, stages: int, microbatches: int
+) -> None:
+    table = Timetable(schedule, Pipeline(stages, chunks, microbatches))
+    whole = tuple(in_flight(p) / chunks for p in programs(table))
+    assert most_in_flight(table) == pytest.approx(whole)
 
 
 def segment(device: float, host: float) -> Segment:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from llmprof.errors import LayoutError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe")
+VIRTUAL = ("interleaved", "zero-bubble", "dualpipe")
+"""Schedules that can have several virtual stages on a device."""
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "parameters", "activations")
 CP_KINDS = ("ring", "ulysses")
@@ -113,10 +115,15 @@ class Layout:
             raise LayoutError(
                 "sp needs tp > 1: it shards activations over the tensor-parallel group", hint="set tp=2"
             )
-        if self.vpp > 1 and self.schedule not in ("interleaved", "dualpipe"):
+        if self.vpp > 1 and self.schedule not in VIRTUAL:
             raise LayoutError(
-                f"vpp={self.vpp} needs an interleaved schedule, not {self.schedule}",
+                f"vpp={self.vpp} needs a schedule with virtual stages ({', '.join(VIRTUAL)}), not {self.schedule}",
                 hint="set schedule=interleaved",
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(
+                f"vpp={self.vpp} needs pp > 1: virtual stages are parts of a pipeline stage",
+                hint="set pp=2 or more, or leave vpp out",
             )
 
     @property
