@@ -38,6 +38,11 @@ LAYOUTS = (
     "pp=4,accum=8,schedule=gpipe",
     "dp=2,zero=3,pp=2,accum=4,tp=2",
     "dp=2,mb=2,recompute=full",
+    "pp=2,vpp=2,accum=4,schedule=interleaved",
+    "dp=2,zero=3,pp=2,vpp=2,accum=4,schedule=interleaved",
+    "dp=2,pp=2,accum=4,schedule=zero-bubble,recompute=full",
+    "dp=2,zero=3,tp=2,pp=4,accum=8,schedule=zero-bubble",
+    "dp=2,zero=1,pp=2,vpp=2,accum=4,schedule=zero-bubble",
 )
 
 
@@ -206,6 +211,24 @@ def test_waiting_in_a_pipeline_shrinks_with_more_microbatches() -> None:
     assert shares == sorted(shares, reverse=True)
     # with one microbatch the other stage works half of the time, the optimizer aside
     assert 0.25 < shares[0] < 0.55 and shares[-1] < 0.2
+
+
+def test_virtual_stages_and_split_backwards_leave_less_of_a_bubble() -> None:
+    cluster = gpu_cluster()
+    plain = breakdown("pp=2,accum=8", cluster)
+    virtual = breakdown("pp=2,vpp=2,accum=8,schedule=interleaved", cluster)
+    split = breakdown("pp=2,accum=8,schedule=zero-bubble", cluster)
+    assert virtual["bubble"] < plain["bubble"] and split["bubble"] < plain["bubble"]
+    # the same work in smaller pieces
+    for other in (virtual, split):
+        assert other["compute"] == pytest.approx(plain["compute"], rel=1e-9)
+
+
+def test_microbatches_fill_the_rounds_of_a_schedule() -> None:
+    with pytest.raises(LayoutError, match=r"rounds of 2 microbatches at pp=2, and accum=5 is not a multiple"):
+        predict(profile(), Layout.parse("pp=2,vpp=2,accum=5,schedule=interleaved"), gpu_cluster())
+    with pytest.raises(LayoutError, match=r"pp=4 x vpp=4 needs at least 16 blocks"):
+        predict(profile(), Layout.parse("pp=4,vpp=4,accum=8,schedule=interleaved"), gpu_cluster())
 
 
 def test_more_ranks_wait_for_a_later_one() -> None:
