@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,13 @@ from llmprof.extrapolate.simulate import Array
 
 Programs = Sequence[Sequence[Instruction]]
 """Instructions of every stage."""
+Index = NDArray[np.intp]
 Ends = frozenset[int]
 """A moment: the latest end of these tasks."""
 START = -1
 """Index of the common start in a table of ends."""
+WIDE = 6
+"""Tasks of a level, on average, from which whole levels are faster than single tasks."""
 
 
 class Kind(NamedTuple):
@@ -85,7 +89,7 @@ class Course:
     runs: tuple[tuple[Run, ...], ...]
     waits: tuple[tuple[Standstill, ...], ...]
     counts: tuple[dict[int, int], ...]
-    _index: list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]] = field(default_factory=list)
+    _index: list[_Waits] = field(default_factory=list)
 
     def exposed_s(self, ends_s: Array, transfer_s: Array) -> list[tuple[float, float]]:
         """Nominal seconds that each stage stood still while a message moved, and beyond that.
@@ -95,34 +99,58 @@ class Course:
             transfer_s: nominal time of a message over each boundary.
         """
         if not self._index:
-            self._index.extend(map(_padded, self.waits))
-        return [_standing_s(index, ends_s, transfer_s) for index in self._index]
+            self._index.extend(map(_Waits.of, self.waits))
+        return [waits.standing_s(ends_s, transfer_s) for waits in self._index]
 
 
-def _padded(
-    waits: Sequence[Standstill],
-) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Index arrays (waits, most tasks) of moments, messages and their boundaries; short rows repeat their first entry."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waits:
+    """Standstills of one stage as arrays: tasks of all of them in a row, and where each one's begin.
 
-    def table(rows: Sequence[Sequence[int]]) -> NDArray[np.intp]:
-        width = max(map(len, rows), default=1)
-        return np.array([[*r, *[r[0]] * (width - len(r))] for r in rows], dtype=np.intp).reshape(-1, width)
+    Attributes:
+        boundaries: of the messages.
+    """
 
-    boundaries = [[t.boundary for t in w.transfers] for w in waits]
-    return table([w.since for w in waits]), table([w.messages for w in waits]), table(boundaries)
+    since: Index
+    since_at: Index
+    messages: Index
+    messages_at: Index
+    boundaries: Index
+
+    @classmethod
+    def of(cls, waits: Sequence[Standstill]) -> _Waits:
+        since, since_at = _in_a_row([w.since for w in waits])
+        messages, messages_at = _in_a_row([w.messages for w in waits])
+        boundaries, _ = _in_a_row([[t.boundary for t in w.transfers] for w in waits])
+        return cls(
+            since=since,
+            since_at=since_at,
+            messages=messages,
+            messages_at=messages_at,
+            boundaries=boundaries,
+        )
+
+    def standing_s(self, ends_s: Array, transfer_s: Array) -> tuple[float, float]:
+        if not len(self.since):
+            return 0.0, 0.0
+        arrivals = ends_s[self.messages]
+        last = np.maximum.reduceat(arrivals, self.messages_at)
+        gap = np.maximum(last - np.maximum.reduceat(ends_s[self.since], self.since_at), 0.0)
+        # the message that came last, the first of several that came together
+        of = np.repeat(np.arange(len(last)), np.diff(self.messages_at, append=len(arrivals)))
+        latest = np.flatnonzero(arrivals == last[of])
+        _, first = np.unique(of[latest], return_index=True)
+        moving = np.minimum(gap, transfer_s[self.boundaries[latest[first]]])
+        return float(moving.sum()), float(gap.sum() - moving.sum())
 
 
-def _standing_s(
-    index: tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]], ends_s: Array, transfer_s: Array
-) -> tuple[float, float]:
-    since, messages, boundaries = index
-    if not len(since):
-        return 0.0, 0.0
-    arrivals = ends_s[messages]
-    gap = np.maximum(arrivals.max(axis=1) - ends_s[since].max(axis=1), 0.0)
-    slowest = boundaries[np.arange(len(gap)), arrivals.argmax(axis=1)]
-    moving = np.minimum(gap, transfer_s[slowest])
-    return float(moving.sum()), float(gap.sum() - moving.sum())
+def _in_a_row(rows: Sequence[Sequence[int]]) -> tuple[Index, Index]:
+    """All entries of rows, none of them empty, and where each row begins."""
+    lengths = [len(row) for row in rows]
+    return (
+        np.fromiter(chain.from_iterable(rows), dtype=np.intp, count=sum(lengths)),
+        np.cumsum([0, *lengths], dtype=np.intp)[:-1],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +160,7 @@ class Graph:
     kinds: tuple[Kind, ...]
     tasks: tuple[Task, ...]
     courses: tuple[Course, ...]
+    _levels: list[_Level] = field(default_factory=list)
 
     def ends(self, durations_s: Sequence[Array], start_s: Array) -> list[Array]:
         """When each task ends in every draw, and as the last entry (START) the start.
@@ -140,8 +169,21 @@ class Graph:
             durations_s: of each kind, then of a message over each boundary; arrays like `start_s`.
         """
         table = np.empty((len(self.tasks) + 1, len(start_s)))
-        rows = list(table)
-        rows[START][:] = start_s
+        table[START] = start_s
+        if not self._levels:
+            self._levels.extend(_levels(self.tasks))
+        if len(self.tasks) < WIDE * len(self._levels):
+            self._one_by_one(list(table), durations_s)
+        else:
+            times = np.stack(durations_s)
+            for level in self._levels:
+                ends = table[level.before[0]]
+                for before in level.before[1:]:
+                    np.maximum(ends, table[before], out=ends)
+                table[level.tasks] = np.add(ends, times[level.times], out=ends)
+        return list(table)
+
+    def _one_by_one(self, rows: Sequence[Array], durations_s: Sequence[Array]) -> None:
         maximum, add = np.maximum, np.add
         for row, (time, after) in zip(rows, self.tasks, strict=False):
             if len(after) == 1:
@@ -151,7 +193,40 @@ class Graph:
             for other in after[2:]:
                 maximum(row, rows[other], out=row)
             add(row, durations_s[time], out=row)
-        return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Level:
+    """Tasks that wait for earlier levels alone.
+
+    Attributes:
+        before: for each of the most tasks that one waits for, an entry for each task; short ones repeat their last.
+    """
+
+    tasks: Index
+    times: Index
+    before: tuple[Index, ...]
+
+
+def _levels(tasks: Sequence[Task]) -> Iterator[_Level]:
+    depth: list[int] = []
+    members: list[list[int]] = []
+    for index, task in enumerate(tasks):
+        level = max((depth[other] + 1 for other in task.after if other != START), default=0)
+        depth.append(level)
+        if level == len(members):
+            members.append([])
+        members[level].append(index)
+    for level_members in members:
+        after = [tasks[index].after for index in level_members]
+        width = max(map(len, after))
+        yield _Level(
+            tasks=np.array(level_members, dtype=np.intp),
+            times=np.array([tasks[index].time for index in level_members], dtype=np.intp),
+            before=tuple(
+                np.array([a[min(i, len(a) - 1)] for a in after], dtype=np.intp) for i in range(width)
+            ),
+        )
 
 
 def build_graph(steps: Iterable[Programs], *, lean: bool = True) -> Graph:

@@ -25,7 +25,7 @@ AGREEMENT = 1e-9
 TRIALS = ((1, 3), (2, 6), (5, 15))
 """(times the stages, plus) microbatches after which a schedule may have become periodic."""
 _NAMES = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "weight gradients"}
-ROUND_TRIALS = (4, 8)
+ROUND_TRIALS = (3, 6)
 """Rounds after which a schedule in rounds of as many microbatches as stages may have become periodic."""
 
 
