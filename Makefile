@@ -25,8 +25,8 @@ $(READY): pyproject.toml constraints.txt .ci/installed.py
 demo: $(READY) ## train 20 steps, capture, show, forecast, write a TensorBoard log
 	@PATH="$(CURDIR)/$(BIN):$$PATH" LLMPROF_BIN=$(BIN) sh examples/demo.sh
 
-test: $(READY) ## run the tests
-	$(BIN)/python -m pytest
+test: $(READY) ## run the tests, two at a time
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -165,9 +165,9 @@ def second_baseline_step_time_s(
 ) -> float:
     """Naive x pipeline bubble, plus the ring all-reduce of gradients over the link at catalogue bandwidth (seconds).
 
-    Bubble: 1 + (pp - 1) / (vpp x accum). All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
+    Bubble: see `bubble_factor`. All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
     """
-    bubble = 1 + (layout.pp - 1) / (layout.vpp * layout.accum)
+    bubble = bubble_factor(layout)
     if layout.dp == 1:
         return naive_s * bubble
     gradient_bytes = sum(count * prod(shape) * item for shape, item, count in trainable_shapes(workload)) / (
@@ -175,6 +175,11 @@ def second_baseline_step_time_s(
     )
     link = _link(cluster, layout.dp * layout.tp * layout.cp)
     return naive_s * bubble + 2 * (layout.dp - 1) / layout.dp * gradient_bytes / link
+
+
+def bubble_factor(layout: Layout) -> float:
+    """Step over work of an even pipeline: 1 + (pp - 1) / (vpp x accum), Narayanan et al. 2021."""
+    return 1 + (layout.pp - 1) / (layout.vpp * layout.accum)
 
 
 def _link(cluster: Cluster, span: int) -> float:

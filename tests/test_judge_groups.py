@@ -15,16 +15,15 @@ from llmprof.judge.splits import Fit, parse_fit, split_rows
 
 def test_rows_at_the_fewest_gpus_calibrate_in_the_order_of_a_hash() -> None:
     gpus = {"a": 8, "b": 8, "c": 8, "d": 64}
-    chosen, small = split_group(gpus, 2)
+    chosen = split_group(gpus, 2)
     assert chosen == tuple(sorted("abc", key=lambda r: sha256(r.encode()).hexdigest())[:2])
-    assert not small
-    assert "d" not in split_group(gpus, 9)[0]
+    assert "d" not in split_group(gpus, 9)
 
 
 def test_a_lone_row_stays_cold_and_one_row_is_always_left() -> None:
-    assert split_group({"a": 8}, 4) == ((), True)
-    assert len(split_group({"a": 8, "b": 8}, 4)[0]) == 1
-    assert split_group({"a": 8, "b": 8}, 0) == ((), False)
+    assert split_group({"a": 8}, 4) == ()
+    assert len(split_group({"a": 8, "b": 8}, 4)) == 1
+    assert split_group({"a": 8, "b": 8}, 0) == ()
 
 
 def test_groups_hold_all_model_sizes_of_one_software() -> None:
@@ -42,6 +41,9 @@ def test_groups_hold_all_model_sizes_of_one_software() -> None:
     assert choice_set(base) != choice_set(base | {"n_experts": "8"})
     assert choice_set(base) == choice_set(base | {"tp": "8", "recompute": "full"}), "layouts compete"
     assert [precision_class(p) for p in ("mxfp8", "fp8-rowwise", "fp32")] == ["fp8", "fp8", "fp32"]
+    spelled = ("BF16", "bfloat16", "float16", "fp16-mixed")
+    assert {precision_class(p) for p in spelled} == {"16 bit"}
+    assert [precision_class(p) for p in ("float32", "float8", "nvfp4")] == ["fp32", "fp8", "fp4"]
 
 
 def split(rows: list[tuple[str, str, float]], fit: Fit, seed: int = 0) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+from typing import Any
 
 import pytest
 
+from llmprof.extrapolate.uncertainty import Interval
 from llmprof.judge.cells import Reject
 from llmprof.judge.frameworks import conventions, implementation_of
 from llmprof.judge.layouts import MOST_ALTERNATIVES
+from llmprof.judge.outcomes import Bench, Outcome
 from llmprof.judge.runs import Case, is_countable, read_case
 from tests.made_up import PUBLISHED, case, made_up_rows, needs_published, reason, row
 
@@ -218,3 +221,25 @@ def test_published_rows_are_read_or_left_out_for_an_allowed_reason() -> None:
             for c in map(read_case, lacking)
             if isinstance(c, Reject)
         )
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"time_s": Interval(float("nan"), 1.0, 2.0)},
+        {"time_s": Interval(0.5, 1.0, float("inf"))},
+        {"time_s": Interval(0.5, 1.0, 2.0), "oom_probability": float("nan")},
+        {"time_s": Interval(0.5, 1.0, 2.0), "oom_probability": 1.5},
+        {"time_s": Interval(0.5, 1.0, 2.0), "memory_bytes": float("nan")},
+        {"time_s": Interval(-0.5, 1.0, 2.0)},
+    ],
+)
+def test_a_forecast_that_is_no_number_is_a_defect_and_never_scored(
+    cells: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = read_case(row())
+    assert isinstance(case, Case)
+    broken = Outcome(row_id=case.row_id, breakdown_s={}, **cells)
+    monkeypatch.setattr(Bench, "_forecast", lambda *_: broken)
+    found = Bench([case]).forecast(case)
+    assert found.time_s is None and found.problem == "the forecast is no finite time and memory"

@@ -17,8 +17,14 @@ _PRECISION_CLASSES = (
     ("fp8", "fp8"),
     ("nvfp4", "fp4"),
     ("fp4", "fp4"),
+    ("float8", "fp8"),
     ("bf16", "16 bit"),
+    ("bfloat16", "16 bit"),
     ("fp16", "16 bit"),
+    ("float16", "16 bit"),
+    ("half", "16 bit"),
+    ("float32", "fp32"),
+    ("tfloat32", "tf32"),
 )
 
 
@@ -47,7 +53,7 @@ def calibration_order(row_id: str, num_gpus: int) -> tuple[int, str]:
     return num_gpus, sha256(row_id.encode()).hexdigest()
 
 
-def split_group(gpus_by_row: Mapping[str, int], count: int) -> tuple[tuple[str, ...], bool]:
+def split_group(gpus_by_row: Mapping[str, int], count: int) -> tuple[str, ...]:
     """The rows of a group that calibrate it.
 
     Args:
@@ -55,14 +61,12 @@ def split_group(gpus_by_row: Mapping[str, int], count: int) -> tuple[tuple[str, 
         count: how many rows calibrate; 0 for a cold forecast.
 
     Returns:
-        Up to `count` row_ids, all at the smallest number of GPUs, and whether the group is too small, so that it is cold.
+        Up to `count` row_ids, all at the smallest number of GPUs; none where the group is too small, so that it is cold.
     """
-    if count <= 0:
-        return (), False
-    if len(gpus_by_row) < FEWEST_SCORABLE:
-        return (), True
+    if count <= 0 or len(gpus_by_row) < FEWEST_SCORABLE:
+        return ()
     least = min(gpus_by_row.values())
     smallest = [row for row, gpus in gpus_by_row.items() if gpus == least]
     smallest.sort(key=lambda row: calibration_order(row, least))
     # one row at least is left to score
-    return tuple(smallest[: min(count, len(gpus_by_row) - 1)]), False
+    return tuple(smallest[: min(count, len(gpus_by_row) - 1)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmprof.errors import RequestError
-from llmprof.extrapolate.baselines import naive_step_time_s, second_baseline_step_time_s
+from llmprof.extrapolate.baselines import bubble_factor, naive_step_time_s, second_baseline_step_time_s
 from llmprof.extrapolate.calibration import CLASSES, Calibration, Observation, fit_calibration
 from llmprof.extrapolate.forecast import Forecaster, Simulation
 from llmprof.extrapolate.implementation import apply_implementation
@@ -64,6 +64,16 @@ class Outcome:
     readings: int = 0
     problem: str = ""
 
+    @property
+    def is_number(self) -> bool:
+        """Whether its interval, memory and probability are numbers that they can be."""
+        times = self.time_s or ()
+        return (
+            all(isfinite(t) and t > 0 for t in times)
+            and isfinite(self.memory_bytes)
+            and 0.0 <= self.oom_probability <= 1.0
+        )
+
     def baselines(self, mfu: float) -> tuple[float, float]:
         """Naive and second baseline (seconds) at another MFU than the prior's."""
         naive = self.naive_s * load_priors().mfu / mfu
@@ -84,9 +94,14 @@ class Bench:
     def forecast(self, case: Case, calibration: Calibration | None = None) -> Outcome:
         """The forecast of a case; a refused one says why."""
         try:
-            return self._forecast(case, calibration)
+            found = self._forecast(case, calibration)
         except RequestError as error:
             return Outcome(row_id=case.row_id, breakdown_s={}, problem=error.message)
+        if not found.is_number:
+            return Outcome(
+                row_id=case.row_id, breakdown_s={}, problem="the forecast is no finite time and memory"
+            )
+        return found
 
     def calibrate(self, cases: Iterable[Case], *, source: str = "") -> Calibration | None:
         """What measured cases say of the prices; None when none of them has a time and can be forecast.
@@ -152,7 +167,7 @@ class Bench:
             ),
             naive_s=naive_s,
             second_s=second_baseline_step_time_s(workload, layout, cluster, naive_s=naive_s),
-            bubble=1 + (layout.pp - 1) / layout.accum,
+            bubble=bubble_factor(layout),
             breakdown_s={k: v for k, v in breakdown(first).items() if case.optimizer or k != "optimizer"},
             memory_bytes=memory.p50,
             like_measured_bytes=_like(memory.stages, case.memory) if case.memory else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any
 
@@ -17,7 +17,7 @@ from llmprof.judge.cells import Reject, Row, positive
 from llmprof.judge.result import TableScores
 from llmprof.judge.scores import ScoredRow
 from llmprof.judge.splits import FEWEST_IN_STRATUM, Fit, Split, split_rows, strata
-from llmprof.judge.table import Table
+from llmprof.judge.table import Table, row_ids
 
 NORMAL_P90 = 1.2816
 """90 % quantile of a normal distribution in standard deviations."""
@@ -128,14 +128,9 @@ def _read_all(table: Table, scoring: Scoring) -> tuple[list[Item], dict[int, Rej
     """Items in the order of the table, and why the other rows are none."""
     items: list[Item] = []
     reasons: dict[int, Reject] = {}
-    seen: set[str] = set()
-    for index, row in enumerate(table.rows):
+    for index, (name, row) in enumerate(zip(row_ids(table.rows), table.rows, strict=True)):
         try:
-            item = scoring.read(index, row)
-            if item.row_id in seen:
-                raise Reject("row_id stands in the table twice")
-            seen.add(item.row_id)
-            items.append(item)
+            items.append(replace(scoring.read(index, row), row_id=name))
         except Reject as reject:
             reasons[index] = reject
     return items, reasons

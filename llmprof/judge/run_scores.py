@@ -18,7 +18,7 @@ from llmprof.judge.outcomes import Outcome
 from llmprof.judge.result import TableScores
 from llmprof.judge.runs import Case, is_countable, read_case
 from llmprof.judge.scores import HARD_STATE_SHARE, ScoredRow
-from llmprof.judge.table import Table
+from llmprof.judge.table import Table, row_ids
 from llmprof.schema.priors import load_priors
 
 CALIBRATES = "calibrates its group"
@@ -46,12 +46,9 @@ def score_runs(
 
 
 def _read(table: Table) -> dict[str, Case | Reject]:
-    """Rows by their id; those without one, or with that of an earlier row, by their position."""
+    """Rows by their name."""
     found: dict[str, Case | Reject] = {}
-    for index, row in enumerate(table.rows):
-        key = row.get("row_id", "").strip()
-        if not key or key in found:
-            key = f"{key} (row {index + 1})".strip()
+    for key, row in zip(row_ids(table.rows), table.rows, strict=True):
         case = read_case(row)
         found[key] = case if isinstance(case, Reject) else replace(case, row_id=key)
     return found
@@ -64,7 +61,7 @@ def _groups(cases: Mapping[str, Case | Reject], calibrated: int) -> Iterator[Gro
             members[calibration_group(case.columns)][key] = case
     for name, rows in members.items():
         gpus = {k: c.alternatives[0].layout.gpus for k, c in rows.items() if c.step_time_s is not None}
-        chosen, _ = split_group(gpus, calibrated)
+        chosen = split_group(gpus, calibrated)
         yield Group(
             key=name,
             calibrating=tuple(rows[key] for key in chosen),

@@ -7,6 +7,7 @@ import gzip
 import io
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,20 @@ def read_table(path: str | Path) -> Table:
         rows=rows,
         ignored_columns=tuple(c for c in columns if c not in KNOWN),
     )
+
+
+def row_ids(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """One name for each row, all different: its row_id, with its position where that is empty or stands before."""
+    found: dict[str, None] = {}
+    for index, row in enumerate(rows):
+        name = row.get("row_id", "").strip()
+        if not name or name in found:
+            name = f"{name} (row {index + 1})".strip()
+        # a table may hold such a name already
+        while name in found:
+            name += "'"
+        found[name] = None
+    return list(found)
 
 
 def table_kind(columns: tuple[str, ...], *, where: str = "the table") -> str:

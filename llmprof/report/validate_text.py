@@ -68,6 +68,12 @@ def _error_table(result: Scores) -> RenderableType:
     table = _named_table("scored", "share", "median", "p90", "naive", "second", "in 80", "width")
     for scores in result["tables"]:
         table.add_row(Elided(scores["table"]), *_errors(scores))
+        if scores.get("small_strata") and scores.get("without_small_strata"):
+            for name, part in (
+                ("  larger strata", "without_small_strata"),
+                ("  small strata", "small_strata"),
+            ):
+                table.add_row(name, *_errors({**scores[part], "scored_fraction": None}))
     if len(result["tables"]) > 1:
         summary = {**result["summary"], "scored_fraction": result["scored_fraction"]}
         table.add_row(Text("mean over tables", style="bold"), *_errors(summary))
