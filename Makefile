@@ -26,7 +26,7 @@ demo: $(READY) ## train 20 steps, capture, show, forecast, write a TensorBoard l
 	@PATH="$(CURDIR)/$(BIN):$$PATH" LLMPROF_BIN=$(BIN) sh examples/demo.sh
 
 test: $(READY) ## run the tests, two at a time
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
