@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.curves import LONE_SPREAD, Work
+from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
+from llmprof.extrapolate.surface import Call
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
     MATMUL_FAMILIES,
@@ -75,7 +77,7 @@ class OperatorPrices:
         self.device = device
         self.same_device = same_device
         self._priors = priors or load_priors()
-        self._measured = MeasuredOperators(profile if same_device else None)
+        self._measured = MeasuredOperators(profile if same_device else None, device=device)
         self._cache: dict[tuple[object, ...], OpPrice] = {}
         self._host_us, self._host_kind = self._dispatch(profile)
 
@@ -152,9 +154,9 @@ class OperatorPrices:
             evidence, spread = ("measured", exact.spread) if shapes else ("interpolated", LONE_SPREAD)
             return OpPrice(exact.time_s, spread, evidence, kind, (f"{op} {shapes} {dtype}",), gap_s)
         matmul = kind in MATMUL_FAMILIES
-        near = self._measured.interpolate(
-            op, kind, dtype, Work(flops(op, inputs, (), attributes) if matmul else 0, bytes_moved(op, inputs))
-        )
+        read = Work(flops(op, inputs, (), attributes) if matmul else 0, bytes_moved(op, inputs))
+        call = Call(call_sizes(kind, op, inputs), attributes, read)
+        near = self._measured.interpolate(op, kind, dtype, call)
         if near is not None:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
         work = Work(flops(op, inputs, outputs, attributes) if matmul else 0, bytes_moved(op, inputs, outputs))

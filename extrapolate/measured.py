@@ -10,7 +10,10 @@ from math import log, sqrt
 import numpy as np
 
 from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD, Curve, Estimate, Measured, Work
-from llmprof.schema.operators import MATMUL_FAMILIES, split_name
+from llmprof.extrapolate.features import call_sizes
+from llmprof.extrapolate.surface import FEWEST_ROWS, Call, Surface, Timed
+from llmprof.schema.cluster import Device
+from llmprof.schema.operators import MATMUL_FAMILIES, parse_shapes, split_name
 from llmprof.schema.profile import OperatorRow, Profile
 
 NORMAL_IQR = 1.349
@@ -23,13 +26,14 @@ OUTLIER = 3.0
 
 
 class MeasuredOperators:
-    """What a profile measured of operators; empty when `profile` is None.
+    """What a profile measured of operators; empty when `profile` is None. `device`: where it was measured.
 
     Rows with equal keys (other modules, phases, ranks) become one: their count-weighted mean, so that the
     captured step adds up to what was measured.
     """
 
-    def __init__(self, profile: Profile | None) -> None:
+    def __init__(self, profile: Profile | None, *, device: Device | None = None) -> None:
+        self._device = device
         rows = profile.operators if profile else ()
         timed = [r for r in rows if r.time_us > 0]
         drift = step_drift(profile) if profile else MIN_SPREAD
@@ -40,6 +44,7 @@ class MeasuredOperators:
         self._floor_s = min((r.time_us * 1e-6 for r in timed if _costs(r)), default=0.0)
         self._grouped = _by_curve(timed)
         self._curves: dict[tuple[str, str], Curve] = {}
+        self._surfaces: dict[tuple[str, str, str], Surface | None] = {}
 
     def exact(self, op: str, shapes: str, dtype: str, attributes: frozenset[str]) -> Estimate | None:
         """The measured time of this operator with these shapes, or None; `add_` stands in for `add`."""
@@ -54,14 +59,29 @@ class MeasuredOperators:
         """Measured host time to launch this operator, else the mean over all, else None."""
         return self._launch.get(_bare(op), self._launch.get(""))
 
-    def interpolate(self, op: str, family: str, dtype: str, work: Work) -> Estimate | None:
-        """Time from the curve of the same operator, else of its family; None when nothing like it was measured."""
+    def interpolate(self, op: str, family: str, dtype: str, call: Call) -> Estimate | None:
+        """Time by rows of the same operator, else of its family; None when nothing like it was measured."""
+        surface = self._surface(_bare(op), dtype, call.sizes.kind)
+        if surface is not None:
+            return surface.estimate(call)
+        work = call.work
         for name in (_bare(op), f"family:{family}"):
             curve = self._curve(name, dtype)
             if curve is not None and (work.flops if curve.by_flops else work.bytes):
                 found = curve.estimate(work, stranger=name != _bare(op))
                 return found._replace(time_s=max(found.time_s, self._floor_s))
         return None
+
+    def _surface(self, name: str, dtype: str, kind: str) -> Surface | None:
+        """The surface of an operator, fitted when it is first asked for; None where it has too few rows."""
+        key = (name, dtype, kind)
+        if key not in self._surfaces:
+            groups = self._grouped.get((name, dtype), {}).values()
+            rows = [row for row in map(_timed, groups) if row.call.sizes.kind == kind]
+            by_flops = all(row.call.work.flops > 0 for row in rows)
+            fits = len(rows) >= FEWEST_ROWS
+            self._surfaces[key] = Surface(rows, by_flops=by_flops, device=self._device) if fits else None
+        return self._surfaces[key]
 
     def _curve(self, name: str, dtype: str) -> Curve | None:
         """The curve of an operator or family, fitted when it is first asked for."""
@@ -152,6 +172,17 @@ def _measured(rows: list[OperatorRow]) -> Measured:
     row = rows[0]
     return Measured(
         Work(row.flops, row.bytes), _mean_s(rows), f"{row.op} {row.shapes} {row.dtype}", _bare(row.op)
+    )
+
+
+def _timed(rows: list[OperatorRow]) -> Timed:
+    """One measured key as a point of a surface."""
+    row = rows[0]
+    sizes = call_sizes(row.family, row.op, parse_shapes(row.shapes, row.dtype))
+    flops = row.flops if row.family in MATMUL_FAMILIES else 0
+    attributes = frozenset(filter(None, row.attributes.split(",")))
+    return Timed(
+        Call(sizes, attributes, Work(flops, row.bytes)), _mean_s(rows), f"{row.op} {row.shapes} {row.dtype}"
     )
 
 

@@ -88,9 +88,16 @@ def embedding(table: Tensor, tokens: tuple[int, ...], *, backward: bool = False)
     return OpCall("aten::embedding", (table, ids), (rows,))
 
 
-def adam(parameters: int) -> OpCall:
-    """One fused Adam step in float32: reads parameters, gradients and two moments, writes all but the gradients."""
-    read = tuple(Tensor((parameters,), "float32", group) for group in (1, 2, 3, 4))
+def adam(parameters: int, *, tensors: int = 1) -> OpCall:
+    """One fused Adam step in float32: reads parameters, gradients and two moments, writes all but the gradients.
+
+    Args:
+        parameters: elements in all.
+        tensors: among which they are spread; as evenly as it goes where their sizes are not known.
+    """
+    tensors = max(1, min(tensors, parameters))
+    sizes = [parameters // tensors + (i < parameters % tensors) for i in range(tensors)]
+    read = tuple(Tensor((size,), "float32", group) for group in (1, 2, 3, 4) for size in sizes)
     return OpCall("aten::_fused_adamw_", read, tuple(t for t in read if t.group != 2))
 
 

@@ -194,16 +194,20 @@ def _rope(row: Row, phase: str, dtype: str) -> list[OpCall]:
 
 
 def _adam(row: Row, phase: str, dtype: str) -> list[OpCall]:
-    """A whole model's parameters, or a pipeline stage's: 12 d^2 + 13 d in each block, vocabulary x d at either end."""
+    """A whole model's parameters, or a pipeline stage's: 12 d^2 + 13 d in each block, vocabulary x d at either end.
+
+    A block has 12 tensors of them, either end one.
+    """
     cell = read_shape_cell(text(row, "shape"))
     if isinstance(cell, Fields) and cell.stage:
         blocks, width, parts = _sizes(row, ("encoders", "dim", "mp"))
-        count = blocks * (12 * width**2 + 13 * width) // parts
+        count, tensors = blocks * (12 * width**2 + 13 * width) // parts, 12 * blocks
         if cell.stage != "middle":
             padded = _shared(_VOCABULARY, _PADDING * parts) * _PADDING
-            count += padded * width
-        return [op_calls.adam(count)]
-    return [op_calls.adam(*_sizes(row, ("params",)))]
+            count, tensors = count + padded * width, tensors + 1
+        return [op_calls.adam(count, tensors=tensors)]
+    count, tensors = _sizes(row, ("params", "param_tensors"))
+    return [op_calls.adam(count, tensors=tensors)]
 
 
 def _block(row: Row, phase: str, dtype: str) -> list[OpCall]:

@@ -17,6 +17,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bandwidth_bytes_per_s: memory bandwidth.
         host_link_bytes_per_s: device to host, one direction.
         power_w: board power limit.
+        compute_units: streaming multiprocessors (CUDA) or compute units (ROCm); None when not known.
+        cache_bytes: last-level cache on the device; None when not known.
         spec_clock_hz, sustained_clock_hz: the clock of `peak_flops` and what is held under load; None when not known.
         sources: where each number is published, by key.
     """
@@ -31,6 +33,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_link_bytes_per_s: float | None = None
     power_w: float | None = None
     idle_power_w: float | None = None
+    compute_units: int | None = None
+    cache_bytes: int | None = None
     spec_clock_hz: float | None = None
     sustained_clock_hz: float | None = None
     sources: dict[str, str] = {}
