@@ -63,7 +63,8 @@ class MeasuredOperators:
         """Time by rows of the same operator, else of its family; None when nothing like it was measured."""
         surface = self._surface(_bare(op), dtype, call.sizes.kind)
         if surface is not None:
-            return surface.estimate(call)
+            found = surface.estimate(call)
+            return found._replace(time_s=max(found.time_s, self._floor_s))
         work = call.work
         for name in (_bare(op), f"family:{family}"):
             curve = self._curve(name, dtype)

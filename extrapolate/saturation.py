@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 CORNER = 4
 """Exponent of the roofline's corner: assumed."""
-HALF_SIZE = 8.0
+HALF_SIZE = 2.0
 GAIN = 1.15
 """Median of cached over uncached rates, from the few operators with rows on either side: assumed."""
-_PRIOR_SPREADS = (1.0, 0.5, 0.5, 0.25)
-_HALF_SPREAD = 1.5
+_PRIOR_SPREADS = (1.0, 0.7, 0.7, 0.25)
+_HALF_SPREAD = 3.0
 """Of the logarithms of floor, rates, gain and half sizes around what the rows suggest: assumed."""
 _ERROR = 0.05
 """Relative error from which a row counts less (smooth absolute error)."""

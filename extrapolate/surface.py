@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from llmprof.schema.cluster import Device
 Array = NDArray[np.float64]
 FEWEST_ROWS = 6
 _NAMED = 4
+SPREAD_PER_OCTAVE = 0.02
+"""Growth of the spread for each doubling of the work outside the measured range: assumed."""
 _APART = 4.0
 """How far, in octaves, calls with an attribute stand from those without: assumed."""
 
@@ -60,6 +62,9 @@ class Surface:
         self._kept = np.ptp(features, axis=0) > 0
         self._median = float(np.median(corrections))
         self._kriging = Kriging(features[:, self._kept], corrections) if self._kept.any() else None
+        measure = work.flops if by_flops else work.bytes
+        self._range = float(measure.min()), float(measure.max())
+        self._by_flops = by_flops
         self._apart = float(np.clip(np.std(corrections), MIN_SPREAD, MAX_SPREAD))
 
     def estimate(self, call: Call) -> Estimate:
@@ -68,9 +73,15 @@ class Surface:
         if self._kriging is None:
             return Estimate(form_s * exp(self._median), self._apart, tuple(self._names[:_NAMED]))
         (point,) = self._features([call])[:, self._kept]
-        spread = float(np.clip(self._kriging.spread(point), MIN_SPREAD, MAX_SPREAD))
+        outside = SPREAD_PER_OCTAVE * self._octaves_outside(call.work)
+        spread = float(np.clip(np.hypot(self._kriging.spread(point), outside), MIN_SPREAD, MAX_SPREAD))
         nearest = tuple(self._names[i] for i in self._kriging.nearest(point, _NAMED))
         return Estimate(form_s * exp(float(self._kriging.at(point[None])[0])), spread, nearest)
+
+    def _octaves_outside(self, work: Work) -> float:
+        measure = max(work.flops if self._by_flops else work.bytes, 1)
+        low, high = self._range
+        return max(0.0, log2(low / measure), log2(measure / high))
 
     def times_s(self, calls: Sequence[Call]) -> Array:
         """Times of many calls at once, shape (n,)."""

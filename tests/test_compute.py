@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmprof.errors import ClusterError
@@ -303,6 +303,7 @@ def test_peak_of_an_unlisted_dtype() -> None:
 sizes = st.integers(1, 2048)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(sizes, sizes, sizes, st.floats(0.5, 1e6)), min_size=1, max_size=12),
     sizes,

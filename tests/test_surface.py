@@ -1,0 +1,163 @@
+"""Prices of shapes that were not measured: sizes of a call, the fitted form, corrections from nearby, and all of it together."""
+
+from __future__ import annotations
+
+from math import log2
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmprof.extrapolate.curves import Work
+from llmprof.extrapolate.features import Sizes, call_sizes, fill_features
+from llmprof.extrapolate.kriging import Kriging
+from llmprof.extrapolate.saturation import Rows, fit_saturation
+from llmprof.extrapolate.surface import Call, Surface, Timed
+from llmprof.schema.devices import find_device
+from llmprof.schema.operators import Tensor
+
+
+def tensors(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(shape, "bfloat16") for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("op", "family", "inputs", "kind", "sizes"),
+    [
+        ("aten::mm", "matmul", tensors((64, 128), (128, 32)), "product", (1, 64, 32, 128)),
+        ("aten::addmm", "matmul", tensors((32,), (64, 128), (128, 32)), "product", (1, 64, 32, 128)),
+        ("aten::linear", "matmul", tensors((2, 8, 128), (32, 128)), "product", (1, 16, 32, 128)),
+        ("aten::bmm", "batched_matmul", tensors((6, 64, 128), (6, 128, 32)), "product", (6, 64, 32, 128)),
+        ("aten::flash", "attention", tensors((2, 8, 256, 64), (2, 2, 512, 64)), "attention", (16, 4, 256, 512, 64)),
+        ("aten::flash_backward", "attention", tensors(*[(2, 8, 256, 64)] * 5), "attention", (16, 16, 256, 256, 64)),
+        ("aten::layer_norm", "normalization", tensors((4, 8, 256), (256,)), "other", (32, 256, 1, 256)),
+        ("aten::relu", "elementwise", tensors((4, 256)), "other", (4, 256, 1, 1)),
+        ("aten::sum", "reduction", (), "other", (1, 1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_call(
+    op: str, family: str, inputs: tuple[Tensor, ...], kind: str, sizes: tuple[int, ...]
+) -> None:
+    found = call_sizes(family, op, inputs)
+    assert found.kind == kind
+    assert found.logs == pytest.approx([log2(size) for size in sizes])
+
+
+def test_a_list_of_tensors_counts_elements_and_members() -> None:
+    lists = tuple(Tensor((n,), "float32", group) for group in (1, 2) for n in (1000, 24))
+    assert call_sizes("optimizer", "aten::_fused_adamw_", lists).logs == pytest.approx([10.0, 1.0, 0.0, 0.0])
+
+
+def test_products_fill_compute_units_in_waves() -> None:
+    # 1024 x 1024 in tiles of 128 x 128 is 64 tiles, of 256 x 128 32, of 64 x 64 256; on 60 units that are 2, 1 and 5 waves
+    (row,) = fill_features(np.log2([[1, 1024, 1024, 96]]), 60)
+    assert row[:3] == pytest.approx([3.5, 3.5, 2.5])  # 2^7 and more, 2^7 and more, 96 = 3 x 2^5
+    assert row[3:] == pytest.approx([log2(120 / 64), log2(60 / 32), log2(300 / 256)])
+    assert fill_features(np.log2([[1, 1024, 1024, 96]]), None).shape == (1, 3)
+
+
+def made_up(count: int, seed: int = 0) -> tuple[Rows, np.ndarray]:
+    """Products with a floor of 5 us, 100 TFLOP/s, 1 TB/s, half of the rate at m = 64."""
+    logs = np.random.default_rng(seed).uniform(5, 13, (count, 3))
+    m, n, k = np.exp2(logs).T
+    rows = Rows(logs=logs, flops=2 * m * n * k, bytes=2 * (m * k + k * n), cached=np.zeros(count))
+    compute, memory = rows.flops / 1e14 * (1 + 64 / m), rows.bytes / 1e12
+    return rows, 5e-6 + (compute**4 + memory**4) ** 0.25
+
+
+def test_the_form_is_found_again_and_holds_for_larger_sizes() -> None:
+    rows, times_s = made_up(200)
+    form = fit_saturation(rows, times_s, by_flops=True)
+    np.testing.assert_allclose(form.seconds(rows), times_s, rtol=0.05)
+    larger = Rows(
+        logs=np.array([[15.0, 15.0, 15.0]]),
+        flops=np.array([2.0**46]),
+        bytes=np.array([2.0**32]),
+        cached=np.zeros(1),
+    )
+    assert form.seconds(larger)[0] == pytest.approx(2.0**46 / 1e14 * (1 + 64 / 2**15), rel=0.05)
+
+
+def test_traffic_beyond_the_cache_is_slower() -> None:
+    bytes_ = np.geomspace(1e6, 1e9, 60)
+    cached = 1 / (1 + np.square(bytes_ / 40e6))
+    rows = Rows(logs=np.zeros((60, 1)), flops=np.ones(60), bytes=bytes_, cached=cached)
+    times_s = 2e-6 + bytes_ / 1e12 * (1 - (1 - 1 / 1.5) * cached)
+    form = fit_saturation(rows, times_s, by_flops=False)
+    np.testing.assert_allclose(form.seconds(rows), times_s, rtol=0.02)
+    assert np.exp(form.parameters[3]) == pytest.approx(1.5, rel=0.15)
+
+
+def test_kriging_meets_its_rows_returns_to_the_middle_and_knows_less_far_away() -> None:
+    points = np.linspace(0, 8, 33)[:, None]
+    values = 0.2 * np.sin(points[:, 0])
+    found = Kriging(points, values)
+    np.testing.assert_allclose(found.at(points), values, atol=0.03)
+    assert found.at(np.array([[4.1]]))[0] == pytest.approx(0.2 * np.sin(4.1), abs=0.03)
+    far = np.array([500.0])
+    assert found.at(far[None])[0] == pytest.approx(np.median(values), abs=1e-6)
+    assert found.spread(np.array([4.1])) < 0.25 * found.spread(far)
+    assert [round(float(points[i, 0]), 2) for i in found.nearest(np.array([4.01]), 2)] == [4.0, 4.25]
+
+
+def test_an_exact_covariance_by_hand() -> None:
+    # two rows a distance d apart with covariance e = exp(-d / length): the weights solve (1 + noise) w1 + e w2 = y1, ...
+    found = Kriging(np.array([[0.0], [1.0]]), np.array([-0.1, 0.1]))
+    (length,), noise = found._choice.lengths, found._choice.noise
+    e = np.exp(-1 / length)
+    weight = 0.1 / (1 + noise - e)
+    assert found.at(np.array([[1.0]]))[0] == pytest.approx(weight * (1 - e))
+
+
+def surface(count: int = 60) -> tuple[Surface, Rows, np.ndarray, list[Call]]:
+    rows, times_s = made_up(count)
+    calls = [
+        Call(Sizes("product", (0.0, *logs)), frozenset(), Work(int(f), int(b)))
+        for logs, f, b in zip(rows.logs, rows.flops, rows.bytes, strict=True)
+    ]
+    timed = [
+        Timed(call, float(t), f"row {i}") for i, (call, t) in enumerate(zip(calls, times_s, strict=True))
+    ]
+    return Surface(timed, by_flops=True, device=find_device("A100-SXM4-80GB")), rows, times_s, calls
+
+
+def test_many_calls_at_once_take_what_each_takes() -> None:
+    found, _, times_s, calls = surface()
+    single = [found.estimate(call) for call in calls]
+    np.testing.assert_allclose(found.times_s(calls), [s.time_s for s in single], rtol=1e-9)
+    np.testing.assert_allclose(found.times_s(calls), times_s, rtol=0.1)
+    assert single[3].rows[0] == "row 3"
+
+
+def test_far_outside_the_rows_the_spread_grows() -> None:
+    found, _, _, calls = surface()
+    huge = Call(Sizes("product", (0.0, 20.0, 20.0, 20.0)), frozenset(), Work(2**61, 2**42))
+    assert found.estimate(huge).spread > max(0.3, found.estimate(calls[0]).spread)
+
+
+def test_equal_sizes_leave_the_form_alone() -> None:
+    call = Call(Sizes("other", (4.0, 4.0, 0.0, 0.0)), frozenset(), Work(0, 1024))
+    found = Surface([Timed(call, t, "row") for t in (1e-6, 2e-6, 3e-6)], by_flops=False)
+    assert found.estimate(call).time_s == pytest.approx(2e-6, rel=0.05)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(0, 16), st.floats(0, 16), st.sampled_from(["", "causal"]), st.floats(1e-7, 10.0)),
+        min_size=6,
+        max_size=20,
+    ),
+    asked=st.tuples(st.floats(0, 24), st.floats(0, 24)),
+)
+def test_any_rows_give_finite_times(
+    rows: list[tuple[float, float, str, float]], asked: tuple[float, float]
+) -> None:
+    def call(a: float, b: float, said: str = "") -> Call:
+        attributes = frozenset({said} if said else ())
+        return Call(Sizes("other", (a, b, 0.0, 0.0)), attributes, Work(0, int(2 ** (a + b))))
+
+    found = Surface([Timed(call(a, b, said), t, "row") for a, b, said, t in rows], by_flops=False)
+    price = found.estimate(call(*asked))
+    assert 0 < price.time_s < np.inf and 0.02 <= price.spread <= 1.2
