@@ -33,6 +33,20 @@ class _Choice(NamedTuple):
     noise: float
 
 
+class Look(NamedTuple):
+    """Values at m points.
+
+    Attributes:
+        values: most probable ones, shape (m,).
+        spreads: their standard deviations, given the rows nearest to each, shape (m,).
+        nearest: indices of the rows that resemble each most, in the order in which the rows were given.
+    """
+
+    values: Array
+    spreads: Array
+    nearest: NDArray[np.intp]
+
+
 class Kriging:
     """Values at points, from values at others.
 
@@ -57,20 +71,19 @@ class Kriging:
         """Most probable values, shape (m,), at points of shape (m, features)."""
         return np.asarray(_covariance(points, self._points, self._choice) @ self._weights + self._mean)
 
-    def spread(self, point: Array) -> float:
-        """Standard deviation of the value at one point, given the rows nearest to it."""
-        near = _covariance(point[None], self._points, self._choice)[0]
-        nearest = np.argsort(-near, kind="stable")[:_NEAREST]
-        known = self._points[nearest]
-        matrix = _covariance(known, known, self._choice)
-        matrix[np.diag_indices_from(matrix)] += self._choice.noise
-        explained = float(near[nearest] @ np.linalg.solve(matrix, near[nearest]))
-        return float(np.sqrt(self._variance * max(1.0 + self._choice.noise - explained, 0.0)))
-
-    def nearest(self, point: Array, count: int) -> list[int]:
-        """Indices, in the order of the arguments, of the rows that resemble a point most."""
-        near = _covariance(point[None], self._points, self._choice)[0]
-        return [int(self._order[i]) for i in np.argsort(-near, kind="stable")[:count]]
+    def look(self, points: Array) -> Look:
+        """Values at points of shape (m, features), with what is known of them."""
+        near = _covariance(points, self._points, self._choice)
+        values = near @ self._weights + self._mean
+        count = min(_NEAREST, near.shape[1])
+        nearest = np.argsort(-near, axis=1, kind="stable")[:, :count]
+        close = np.take_along_axis(near, nearest, axis=1)
+        known = self._points[nearest] / self._choice.lengths
+        apart = np.sqrt(np.square(known[:, :, None] - known[:, None]).sum(axis=3))
+        among = np.exp(-apart) + self._choice.noise * np.eye(count)
+        explained = (close * np.linalg.solve(among, close[:, :, None])[:, :, 0]).sum(axis=1)
+        variance = self._variance * np.maximum(1.0 + self._choice.noise - explained, 0.0)
+        return Look(values, np.sqrt(variance), self._order[nearest])
 
 
 def _choose(points: Array, values: Array) -> _Choice:

@@ -44,6 +44,7 @@ class MeasuredOperators:
         self._floor_s = min((r.time_us * 1e-6 for r in timed if _costs(r)), default=0.0)
         self._grouped = _by_curve(timed)
         self._curves: dict[tuple[str, str], Curve] = {}
+        self._known: dict[tuple[str, str, Call], Estimate] = {}
         self._surfaces: dict[tuple[str, str, str], Surface | None] = {}
 
     def exact(self, op: str, shapes: str, dtype: str, attributes: frozenset[str]) -> Estimate | None:
@@ -63,7 +64,7 @@ class MeasuredOperators:
         """Time by rows of the same operator, else of its family; None when nothing like it was measured."""
         surface = self._surface(_bare(op), dtype, call.sizes.kind)
         if surface is not None:
-            found = surface.estimate(call)
+            found = self._known.get((op, dtype, call)) or surface.estimate(call)
             return found._replace(time_s=max(found.time_s, self._floor_s))
         work = call.work
         for name in (_bare(op), f"family:{family}"):
@@ -72,6 +73,17 @@ class MeasuredOperators:
                 found = curve.estimate(work, stranger=name != _bare(op))
                 return found._replace(time_s=max(found.time_s, self._floor_s))
         return None
+
+    def look_up(self, asked: Iterable[tuple[str, str, Call]]) -> None:
+        """Interpolate many (operator, dtype, call) in one go, for `interpolate` to find."""
+        groups: dict[tuple[str, str, str], dict[tuple[str, str, Call], None]] = defaultdict(dict)
+        for op, dtype, call in asked:
+            groups[_bare(op), dtype, call.sizes.kind][op, dtype, call] = None
+        for key, members in groups.items():
+            surface = self._surface(*key)
+            if surface is not None:
+                found = surface.estimates([call for *_, call in members])
+                self._known.update(zip(members, found, strict=True))
 
     def _surface(self, name: str, dtype: str, kind: str) -> Surface | None:
         """The surface of an operator, fitted when it is first asked for; None where it has too few rows."""

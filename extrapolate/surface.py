@@ -69,14 +69,23 @@ class Surface:
 
     def estimate(self, call: Call) -> Estimate:
         """Time of a call with sizes of the rows' kind."""
-        form_s = float(self._form.seconds(self._rows([call]))[0])
+        return self.estimates([call])[0]
+
+    def estimates(self, calls: Sequence[Call]) -> list[Estimate]:
+        """Times of many such calls."""
+        form_s = self._form.seconds(self._rows(calls))
         if self._kriging is None:
-            return Estimate(form_s * exp(self._median), self._apart, tuple(self._names[:_NAMED]))
-        (point,) = self._features([call])[:, self._kept]
-        outside = SPREAD_PER_OCTAVE * self._octaves_outside(call.work)
-        spread = float(np.clip(np.hypot(self._kriging.spread(point), outside), MIN_SPREAD, MAX_SPREAD))
-        nearest = tuple(self._names[i] for i in self._kriging.nearest(point, _NAMED))
-        return Estimate(form_s * exp(float(self._kriging.at(point[None])[0])), spread, nearest)
+            names = tuple(self._names[:_NAMED])
+            return [Estimate(float(s) * exp(self._median), self._apart, names) for s in form_s]
+        look = self._kriging.look(self._features(calls)[:, self._kept])
+        outside = [SPREAD_PER_OCTAVE * self._octaves_outside(call.work) for call in calls]
+        spreads = np.clip(np.hypot(look.spreads, outside), MIN_SPREAD, MAX_SPREAD)
+        return [
+            Estimate(float(time_s), float(spread), tuple(self._names[i] for i in nearest[:_NAMED]))
+            for time_s, spread, nearest in zip(
+                form_s * np.exp(look.values), spreads, look.nearest, strict=True
+            )
+        ]
 
     def _octaves_outside(self, work: Work) -> float:
         measure = max(work.flops if self._by_flops else work.bytes, 1)

@@ -95,10 +95,10 @@ def test_kriging_meets_its_rows_returns_to_the_middle_and_knows_less_far_away() 
     found = Kriging(points, values)
     np.testing.assert_allclose(found.at(points), values, atol=0.03)
     assert found.at(np.array([[4.1]]))[0] == pytest.approx(0.2 * np.sin(4.1), abs=0.03)
-    far = np.array([500.0])
-    assert found.at(far[None])[0] == pytest.approx(np.median(values), abs=1e-6)
-    assert found.spread(np.array([4.1])) < 0.25 * found.spread(far)
-    assert [round(float(points[i, 0]), 2) for i in found.nearest(np.array([4.01]), 2)] == [4.0, 4.25]
+    look = found.look(np.array([[4.01], [500.0]]))
+    assert look.values[1] == pytest.approx(np.median(values), abs=1e-6)
+    assert look.spreads[0] < 0.25 * look.spreads[1]
+    assert points[look.nearest[0, :2], 0].tolist() == [4.0, 4.25]
 
 
 def test_an_exact_covariance_by_hand() -> None:
@@ -122,12 +122,12 @@ def surface(count: int = 60) -> tuple[Surface, Rows, np.ndarray, list[Call]]:
     return Surface(timed, by_flops=True, device=find_device("A100-SXM4-80GB")), rows, times_s, calls
 
 
-def test_many_calls_at_once_take_what_each_takes() -> None:
+def test_rows_are_met_and_name_themselves() -> None:
     found, _, times_s, calls = surface()
-    single = [found.estimate(call) for call in calls]
-    np.testing.assert_allclose(found.times_s(calls), [s.time_s for s in single], rtol=1e-9)
-    np.testing.assert_allclose(found.times_s(calls), times_s, rtol=0.1)
-    assert single[3].rows[0] == "row 3"
+    together = found.estimates(calls)
+    assert together[3] == found.estimate(calls[3])
+    np.testing.assert_allclose([e.time_s for e in together], times_s, rtol=0.1)
+    assert together[3].rows[0] == "row 3"
 
 
 def test_far_outside_the_rows_the_spread_grows() -> None:

@@ -144,13 +144,17 @@ def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, f
                 else _assumed_prices(device.name)
             )
     wholes = {(item.work.device.name, item.work.whole.op) for item in fitted if item.work.whole}
-    found = []
+    calls: list[tuple[OpCall, ...]] = []
     for item in asked:
         work: _Work = item.work
         known = work.whole is not None and (work.device.name, work.whole.op) in wholes
-        calls = (work.whole,) if work.whole and known else work.calls
-        found.append(_calls_price(calls, prices[work.device.name], launched=work.launched))
-    return found
+        calls.append((work.whole,) if work.whole and known else work.calls)
+    for name, own in prices.items():
+        own.prepare(c for i, of in zip(asked, calls, strict=True) if i.work.device.name == name for c in of)
+    return [
+        _calls_price(of, prices[item.work.device.name], launched=item.work.launched)
+        for item, of in zip(asked, calls, strict=True)
+    ]
 
 
 def _calls_price(calls: Sequence[OpCall], prices: OperatorPrices, *, launched: bool) -> tuple[float, float]:
