@@ -7,32 +7,24 @@ link levels that the group spans, of which the library is taken to choose the fa
 from __future__ import annotations
 
 from collections import defaultdict
-from math import ceil, inf, log2
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmprof.extrapolate.compute import OpPrice
 from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD
+from llmprof.extrapolate.links import POINT_TO_POINT, LinkModel, transfer_s, wire_share
 from llmprof.extrapolate.measured import NORMAL_IQR
+from llmprof.extrapolate.sweep import Measured, Message, Sweep
 from llmprof.schema.cluster import Cluster, LinkLevel
-from llmprof.schema.priors import LinkPrior, Priors, load_priors
+from llmprof.schema.priors import Priors, load_priors
 from llmprof.schema.profile import CollectiveRow, Profile
 
-POINT_TO_POINT = ("send", "recv")
 _SCALED_SPREAD = 0.25
 """Spread of a curve that was measured for another kind or group size, or back to back: assumed."""
 _BULK_BYTES = 65_536
 """Calls with smaller messages show a latency, and say nothing of the rate at which larger ones move."""
-
-
-class Route(NamedTuple):
-    """A link level and what the collective library reaches of it."""
-
-    link: LinkLevel
-    prior: LinkPrior
 
 
 class CollectivePrices:
@@ -50,9 +42,11 @@ class CollectivePrices:
     ) -> None:
         self.cluster = cluster
         loaded = priors or load_priors()
-        self._routes = {k.name: Route(k, loaded.link(cluster.backend, k.name)) for k in cluster.links}
+        self._links = LinkModel.of(cluster, loaded)
         rows = [r for r in profile.collectives if _usable(r, cluster)] if same_device else []
-        self._curves = _curves(rows)
+        self._curves = _curves([r for r in rows if not r.span])
+        placed = [r for r in rows if r.span]
+        self._sweep = Sweep([Measured(_message(r), r.time_us * 1e-6) for r in placed], self._links)
         self._measured_level = self._level_of(profile)
         self._cache: dict[tuple[str, int, int, int], OpPrice] = {}
 
@@ -82,7 +76,7 @@ class CollectivePrices:
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed about the links, one sentence each."""
-        if self._curves:
+        if self._curves or self._sweep.levels:
             return ()
         links = ", ".join(f"{k.name} {k.bandwidth_bytes_per_s / 1e9:g} GB/s" for k in self.cluster.links)
         return (
@@ -94,6 +88,10 @@ class CollectivePrices:
         name = f"link:{link.name}"
         if group_size <= 1 and kind not in POINT_TO_POINT:
             return OpPrice(0.0, 0.0, "measured", name)
+        placed = self._sweep.estimate(Message(kind, size_bytes, max(group_size, 2), span))
+        if placed is not None:
+            waiting_s = self._links.routes[link.name].prior.in_situ_us * 1e-6
+            return OpPrice(placed.time_s + waiting_s, placed.spread, "interpolated", name, placed.rows)
         if link.name == self._measured_level:
             kind = "send" if kind in POINT_TO_POINT else kind
             curve = self._curves.get((kind, group_size))
@@ -102,8 +100,8 @@ class CollectivePrices:
                 return OpPrice(curve.at(size_bytes), curve.spread, "measured", name, rows)
             if self._curves:
                 return self._from_other_curve(kind, size_bytes, group_size, link)
-        time_s = self._model(kind, size_bytes, group_size, span)
-        return OpPrice(time_s, self._routes[link.name].prior.spread, "assumed", name)
+        time_s = self._links.seconds(kind, size_bytes, group_size, span)
+        return OpPrice(time_s, self._links.routes[link.name].prior.spread, "assumed", name)
 
     def _from_other_curve(self, kind: str, size_bytes: int, group_size: int, link: LinkLevel) -> OpPrice:
         """Price from a sweep, or from the curve of another group size or kind.
@@ -113,17 +111,17 @@ class CollectivePrices:
         """
         own = self._curves.get((kind, group_size))
         if own is None or not own.reaches(size_bytes):
-            kind = self._effective(kind)
+            kind = self._links.effective(kind)
 
         def distance(key: tuple[str, int]) -> tuple[object, ...]:
-            works_as, size = self._effective(key[0]), abs(key[1] - group_size)
+            works_as, size = self._links.effective(key[0]), abs(key[1] - group_size)
             far = not self._curves[key].reaches(size_bytes)
             return far, key[0] != kind, works_as != kind, key[0] != "all_reduce", size, key
 
         source = min(self._curves, key=distance)
-        measured, route = self._curves[source], self._routes[link.name]
-        prior, source_share = route.prior, wire_share(self._effective(source[0]), source[1])
-        equal = size_bytes * wire_share(self._effective(kind), group_size) / source_share
+        measured, route = self._curves[source], self._links.routes[link.name]
+        prior, source_share = route.prior, wire_share(self._links.effective(source[0]), source[1])
+        equal = size_bytes * wire_share(self._links.effective(kind), group_size) / source_share
         waiting_s = 0.0 if measured.in_situ else prior.in_situ_us * 1e-6
         if not measured.reaches(equal):
             waiting_s += transfer_s((equal - measured.largest) * source_share, route)
@@ -132,89 +130,9 @@ class CollectivePrices:
         rows = (f"{source[0]} over {source[1]}",)
         return OpPrice(measured.at(equal) + waiting_s, spread, "interpolated", f"link:{link.name}", rows)
 
-    def _model(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
-        route = self._routes[self.level(max(span, 2)).name]
-        base_s = route.prior.base_latency_us * 1e-6
-        if kind in POINT_TO_POINT:
-            return base_s + route.link.latency_s + transfer_s(size_bytes, route)
-        kind = self._effective(kind)
-        flat = flat_time_s(kind, size_bytes, group_size, route)
-        return base_s + min(flat, self._hierarchical(kind, size_bytes, group_size, span))
 
-    def _effective(self, kind: str) -> str:
-        """gloo runs a reduce-scatter as an all-reduce of the full buffer."""
-        return "all_reduce" if self.cluster.backend == "gloo" and kind == "reduce_scatter" else kind
-
-    def _hierarchical(self, kind: str, size_bytes: int, group_size: int, span: int) -> float:
-        """Inside a unit of the inner level, then across units with 1/m of the message on the rail of every member.
-
-        all_reduce: reduce-scatter inside, all-reduce across, all-gather inside; all_gather and reduce_scatter: one
-        inside, one across; all_to_all: what goes outside and what stays inside move at the same time.
-        """
-        outer = self.level(span)
-        index = self.cluster.links.index(outer)
-        if index == 0 or kind not in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            return inf
-        inner = self.cluster.links[index - 1]
-        inside = members_inside(group_size, span, inner.span)
-        outside = ceil(group_size / inside)
-        if inside < 2 or outside < 2:
-            return inf
-        rail, unit = self._routes[outer.name], self._routes[inner.name]
-        if kind == "all_to_all":
-            leaving = transfer_s(size_bytes * (group_size - inside) // group_size, rail)
-            staying = transfer_s(size_bytes * inside // group_size, unit)
-            return max(leaving + outer.latency_s * ceil(log2(group_size)), staying)
-        within = flat_time_s("all_gather", size_bytes, inside, unit)
-        across = flat_time_s(kind, size_bytes // inside, outside, rail)
-        return (2 if kind == "all_reduce" else 1) * within + across
-
-
-def wire_share(kind: str, group_size: int) -> float:
-    """Bytes that each rank sends for each byte of the message, by the ring algorithm."""
-    if kind in ("all_reduce", "barrier"):
-        return 2 * (group_size - 1) / group_size
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (group_size - 1) / group_size
-    return 1.0
-
-
-def members_inside(group_size: int, span: int, level_span: int) -> int:
-    """How many members of a group spread evenly over `span` devices share one unit of `level_span` devices.
-
-    Example: 16 members over 64 devices are 4 apart, so 2 of them share a node of 8.
-    """
-    stride = max(1, span // group_size)
-    return max(1, min(group_size, level_span // stride))
-
-
-def flat_time_s(kind: str, size_bytes: int, group_size: int, route: Route) -> float:
-    """One algorithm on one level, without the base latency: ring, or tree where it is faster (seconds).
-
-    Ring: n-1 steps of S/n for all_gather, reduce_scatter and all_to_all, twice that for all_reduce.
-    Tree: 2 log2 n steps, the message sent up and down once.
-    """
-    n, alpha, share = group_size, route.link.latency_s, (group_size - 1) / max(group_size, 1)
-    if n <= 1:
-        return 0.0
-    if kind == "all_reduce":
-        ring = 2 * (n - 1) * alpha + transfer_s(2 * share * size_bytes, route)
-        tree = 2 * ceil(log2(n)) * alpha + transfer_s(2 * size_bytes, route)
-        return min(ring, tree)
-    if kind == "broadcast":
-        return ceil(log2(n)) * alpha + transfer_s(size_bytes, route)
-    if kind == "barrier":
-        return 2 * ceil(log2(n)) * alpha
-    if kind == "all_to_all":
-        return alpha * min(n - 1, ceil(log2(n)) + 1) + transfer_s(share * size_bytes, route)
-    return (n - 1) * alpha + transfer_s(share * size_bytes, route)
-
-
-def transfer_s(wire_bytes: float, route: Route) -> float:
-    """Seconds to move what each rank sends. The first `ramp_bytes` cost twice: pipelines fill, protocols are small."""
-    link, prior = route
-    bandwidth = link.bandwidth_bytes_per_s / link.oversubscription * prior.bandwidth_efficiency
-    return (wire_bytes + min(wire_bytes, prior.ramp_bytes)) / bandwidth
+def _message(row: CollectiveRow) -> Message:
+    return Message(row.kind, row.size_bytes, row.group_size, row.span)
 
 
 def _usable(row: CollectiveRow, cluster: Cluster) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmprof.extrapolate.fitting import fit_times
+
 Array = NDArray[np.float64]
 CORNER = 4
 """Exponent of the roofline's corner: assumed."""
@@ -21,13 +23,7 @@ GAIN = 1.15
 _PRIOR_SPREADS = (1.0, 0.7, 0.7, 0.25)
 _HALF_SPREAD = 3.0
 """Of the logarithms of floor, rates, gain and half sizes around what the rows suggest: assumed."""
-_ERROR = 0.05
-"""Relative error from which a row counts less (smooth absolute error)."""
 _RATES = len(_PRIOR_SPREADS)
-_MOVES = 40
-_TRIES = 6
-_STEP = 1e-4
-_SETTLED = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,56 +65,16 @@ def _seconds(parameters: Array, rows: Rows, by_flops: bool) -> Array:
 
 
 def fit_saturation(rows: Rows, times_s: Array, *, by_flops: bool) -> Saturation:
-    """The most probable form, by Levenberg and Marquardt's method.
+    """The most probable form.
 
     Args:
         times_s: measured, shape (n,).
         by_flops: whether arithmetic counts.
     """
-    fit = _Fit(rows=rows, times_s=times_s, by_flops=by_flops)
-    at, least = fit.guess, fit.cost(fit.guess)
-    damping = 1e-2
-    for _ in range(_MOVES):
-        normal, downhill = fit.linearized(at)
-        for _ in range(_TRIES):
-            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
-            there = at + np.clip(move, -1.0, 1.0)
-            found = fit.cost(there)
-            if found < least:
-                break
-            damping *= 4.0
-        else:
-            break
-        settled = least - found < _SETTLED * least
-        at, least, damping = there, found, damping * 0.3
-        if settled:
-            break
-    return Saturation(parameters=at, by_flops=by_flops)
-
-
-class _Fit:
-    """Smooth absolute errors of the logarithm, and normal priors around what the rows suggest."""
-
-    def __init__(self, *, rows: Rows, times_s: Array, by_flops: bool) -> None:
-        self.rows, self.by_flops = rows, by_flops
-        self.target = np.log(times_s)
-        self.guess = _guess(rows, times_s, by_flops)
-        self.spreads = np.array([*_PRIOR_SPREADS, *[_HALF_SPREAD] * (len(self.guess) - _RATES)])
-
-    def errors(self, at: Array) -> Array:
-        return np.asarray(self.target - np.log(_seconds(at, self.rows, self.by_flops)))
-
-    def cost(self, at: Array) -> float:
-        rows = 2.0 * (np.sqrt(1.0 + np.square(self.errors(at) / _ERROR)) - 1.0).sum()
-        return float(rows + np.square((at - self.guess) / self.spreads).sum())
-
-    def linearized(self, at: Array) -> tuple[Array, Array]:
-        """Normal matrix and downhill direction of the reweighted least squares."""
-        now = self.errors(at)
-        slopes = np.stack([(now - self.errors(at + h)) / _STEP for h in _STEP * np.eye(len(at))], axis=1)
-        weighted = slopes / (np.sqrt(1.0 + np.square(now / _ERROR)) * _ERROR**2)[:, None]
-        normal = weighted.T @ slopes + np.diag(1.0 / self.spreads**2)
-        return normal, weighted.T @ now - (at - self.guess) / self.spreads**2
+    guess = _guess(rows, times_s, by_flops)
+    spreads = np.array([*_PRIOR_SPREADS, *[_HALF_SPREAD] * (len(guess) - _RATES)])
+    found = fit_times(lambda at: _seconds(at, rows, by_flops), times_s, guess=guess, spreads=spreads)
+    return Saturation(parameters=found, by_flops=by_flops)
 
 
 def _guess(rows: Rows, times_s: Array, by_flops: bool) -> Array:

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.collective import POINT_TO_POINT, CollectivePrices, wire_share
+from llmprof.extrapolate.collective import CollectivePrices
+from llmprof.extrapolate.links import POINT_TO_POINT, wire_share
 from llmprof.judge.cells import Reject, required, text, whole
 from llmprof.judge.priced import SEEDS, Item, Scoring, read_time_us, score_items
 from llmprof.judge.result import TableScores
@@ -24,6 +25,7 @@ KINDS = {"send_recv": "send"}
 PRICED = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *POINT_TO_POINT})
 PROVENANCE = ("size convention as logged", "gpu unstated", "gpu and message size unstated", "n_gpus=")
 """Remarks of `qc` that say where a figure comes from, not that it is wrong."""
+SMALL_PROBE_BYTES, LARGE_PROBE_BYTES = 1 << 16, 1 << 26
 RESOLUTIONS_US = {"vidur_network": 1.0, "estimate_train_time_nccl": 0.2}
 """Smallest step of a source's clock (microseconds)."""
 NAIVE_SHARE = 0.7
@@ -45,8 +47,10 @@ def score_collectives(table: Table, *, fit: Fit | None = None, seeds: int = SEED
     """Score a table of collectives, back-to-back calls on otherwise idle links.
 
     A row's group takes `gpus_per_node` devices of `n_nodes` machines as they are usual for the device, evenly spread;
-    the cell `link` names what joins them. Fitted rows of one machine are a sweep measured there; as captured rows do not
-    say which link levels they crossed, only those inside its innermost level can be used.
+    the cell `link` names what joins them. Fitted rows of one machine are a sweep measured there.
+
+    `--fit nodes:1` takes the groups inside a node, and of pairs across two nodes the latency (64 KiB or less) and
+    the bandwidth (64 MiB or more), which anyone measures before a large job.
 
     The naive forecast moves what each rank sends at a share of the link's bandwidth: what the largest fitted message
     of a stratum reaches, else NAIVE_SHARE; the second is the nearest fitted row of the stratum, scaled by its size.
@@ -81,9 +85,15 @@ def _read(index: int, row: dict[str, str]) -> Item:
         size=float(work.size_bytes),
         roofline_us=1e6 * moved / (link.bandwidth_bytes_per_s / link.oversubscription),
         resolution_us=RESOLUTIONS_US.get(text(row, "source"), 0.0),
-        nodes=nodes,
+        nodes=1 if _is_probe(work, nodes) else nodes,
         work=work,
     )
+
+
+def _is_probe(work: _Work, nodes: int) -> bool:
+    """Whether a row is a pair of neighbouring nodes that shows latency or bandwidth alone."""
+    pair = nodes == 2 and work.ranks == 2
+    return pair and (work.size_bytes <= SMALL_PROBE_BYTES or work.size_bytes >= LARGE_PROBE_BYTES)
 
 
 def _work(row: dict[str, str]) -> _Work:
@@ -118,10 +128,7 @@ def _cluster(gpu: str, group_per_node: int, link: str) -> Cluster:
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
     sweeps: dict[tuple[str, int, str], list[Item]] = defaultdict(list)
     for item in fitted:
-        cluster: Cluster = item.work.cluster
-        # rows do not say which of several levels they crossed
-        if cluster.level(item.work.span) is cluster.links[0]:
-            sweeps[item.work.machine].append(item)
+        sweeps[item.work.machine].append(item)
     prices: dict[tuple[str, int, str], CollectivePrices] = {}
     found = []
     for item in asked:
@@ -157,4 +164,5 @@ def _measured(item: Item) -> CollectiveRow:
         time_n=1,
         exposed_us=item.time_us,
         in_situ=False,
+        span=work.span,
     )

@@ -131,6 +131,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         size_bytes: message bytes. For all_gather and reduce_scatter: the full (gathered) buffer.
         exposed_us: exclusive time per step, where nothing else ran.
         in_situ: False for rows from a back-to-back sweep.
+        span: devices over which the group spreads, in rank order; 0 when not known.
     """
 
     rank: int
@@ -148,6 +149,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
     time_n: int
     exposed_us: float
     in_situ: bool = True
+    span: int = 0
 
 
 class SpanRow(msgspec.Struct, frozen=True, kw_only=True):
