@@ -19,6 +19,8 @@ LENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)
 NOISE = (1e-3, 1e-2, 1e-1)
 """Share of a row's variance that no other row has."""
 _FACTORS = (0.25, 0.5, 2.0, 4.0)
+_EXACT = 1e-12
+"""Variance of values that a form meets exactly."""
 _SAMPLE = 160
 """Rows by which the covariance is chosen."""
 MOST_ROWS = 1500
@@ -94,7 +96,7 @@ def _choose(points: Array, values: Array) -> _Choice:
     def surprise(choice: _Choice) -> float:
         distance = np.sqrt(squares @ (1.0 / np.square(choice.lengths)))
         errors, shares, _ = _left_out(np.exp(-distance), values, choice.noise)
-        return float(np.mean(np.log(shares * np.mean(errors**2 / shares))))
+        return float(np.mean(np.log(shares * (np.mean(errors**2 / shares) + _EXACT))))
 
     grid = [_Choice((length,) * features, noise) for length, noise in product(LENGTHS, NOISE)]
     least, best = min((surprise(choice), i) for i, choice in enumerate(grid))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import ceil, exp, log2
+from math import ceil, exp, log, log2
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +58,11 @@ class Sweep:
         for call in calls:
             groups[links.cluster.level(call.message.span).name].append(call)
         self._levels = {k: rows for k, rows in groups.items() if len(rows) >= FEWEST_CALLS}
+        self._lone = {
+            name
+            for name, rows in self._levels.items()
+            if name != links.cluster.links[0].name and all(self._inside(c.message) == 1 for c in rows)
+        }
         routes = dict(links.routes)
         # innermost first: calls on an outer level cross the inner ones, too
         for level in links.cluster.links:
@@ -87,27 +92,44 @@ class Sweep:
         rows = self._levels.get(level)
         if rows is None:
             return None
-        form_s = self._links.seconds(*message)
+        shared = self._inside(message) if level in self._lone else 1
+        form_s = self._sharing(level, shared).seconds(*message)
+        sharing = log(shared) / 2
         nearby = self._nearby.get((level, _kind(message)))
         if nearby is None:
             errors = [value for (name, _), n in self._nearby.items() if name == level for value in n.values]
-            spread = float(np.hypot(np.std(errors), _OTHER_KIND_SPREAD))
+            spread = float(np.hypot(np.std(errors), _OTHER_KIND_SPREAD) + sharing)
             return Estimate(form_s, min(spread, MAX_SPREAD), (f"other kinds on {level}",))
         correction, spread = nearby.at(self._features(message))
         largest = max(c.message.group_size for c in rows)
         beyond = SPREAD_PER_DOUBLING * max(0.0, log2(message.group_size / largest))
-        spread = float(np.clip(np.hypot(spread, beyond), MIN_SPREAD, MAX_SPREAD))
+        spread = float(np.clip(np.hypot(spread, beyond) + sharing, MIN_SPREAD, MAX_SPREAD))
         return Estimate(form_s * exp(correction), spread, (f"{message.kind} on {level}",))
+
+    def _inside(self, message: Message) -> int:
+        """Members of a group that share a unit of the level inside; 1 on the innermost."""
+        index = self._cluster.links.index(self._cluster.level(message.span))
+        if not index:
+            return 1
+        return members_inside(message.group_size, message.span, self._cluster.links[index - 1].span)
 
     def _features(self, message: Message) -> list[float]:
         """Octaves of bytes, ranks and units of the level inside."""
-        outer = self._cluster.level(message.span)
-        index = self._cluster.links.index(outer)
-        inside = 1
-        if index:
-            inside = members_inside(message.group_size, message.span, self._cluster.links[index - 1].span)
-        units = ceil(message.group_size / inside)
+        units = ceil(message.group_size / self._inside(message))
         return [log2(max(message.size_bytes, 1)), log2(message.group_size), log2(units)]
+
+    def _sharing(self, level: str, members: int) -> LinkModel:
+        """The links when `members` of a unit leave it at once and nobody measured whether each has an adapter of its own.
+
+        Between one for all and one for each lies the square root of their number.
+        """
+        if members == 1:
+            return self._links
+        routes = {
+            **self._links.routes,
+            level: _scaled(self._links.routes[level], np.array([0.0, -log(members) / 2, 0.0])),
+        }
+        return LinkModel(cluster=self._cluster, routes=routes)
 
 
 class _Nearby:

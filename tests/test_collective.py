@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmprof.extrapolate.collective import (
-    CollectivePrices,
-    Route,
-    flat_time_s,
-    members_inside,
-    transfer_s,
-    wire_share,
-)
+from llmprof.extrapolate.collective import CollectivePrices
+from llmprof.extrapolate.links import Route, flat_time_s, members_inside, transfer_s, wire_share
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.cluster import Cluster, LinkLevel
 from llmprof.schema.priors import LinkPrior, load_priors

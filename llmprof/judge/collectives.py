@@ -117,11 +117,11 @@ def _work(row: dict[str, str]) -> _Work:
 def _cluster(gpu: str, group_per_node: int, link: str) -> Cluster:
     """The machine of a group: as `link` says ("4-GPU node"), else the usual one.
 
-    A node that is too small for the group, or gives one device only, is one of as many devices as the group has in it.
+    A node that is too small for the group is one of as many devices as the group has in it.
     """
     stated = re.search(r"\b([1-9]\d{0,3})-GPU node", link)
     usual = int(stated.group(1)) if stated else usual_machine(gpu).devices_per_node
-    per_node = group_per_node if group_per_node == 1 or group_per_node > usual else usual
+    per_node = max(group_per_node, usual)
     return build_cluster(gpu, devices_per_node=per_node, intra_name=link, inter_name=link)
 
 
