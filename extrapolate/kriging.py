@@ -24,7 +24,8 @@ _EXACT = 1e-12
 _SAMPLE = 160
 """Rows by which the covariance is chosen."""
 MOST_ROWS = 1500
-_NEAREST = 24
+_AT_ONCE = 2048
+_NEAREST = 12
 """Rows that tell how uncertain a value is."""
 
 
@@ -63,11 +64,10 @@ class Kriging:
         centered = values[order] - self._mean
         sample = slice(0, _SAMPLE)
         self._choice = _choose(self._points[sample], centered[sample])
-        errors, shares, self._weights = _left_out(
-            _covariance(self._points, self._points, self._choice), centered, self._choice.noise
-        )
+        covariance = _covariance(self._points, self._points, self._choice)
+        errors, shares, self._weights = _left_out(covariance, centered, self._choice.noise)
+        self._among = covariance + self._choice.noise * np.eye(len(centered))
         self._variance = float(np.mean(errors**2 / shares))
-        self.residual = float(np.sqrt(np.mean(errors**2)))
 
     def at(self, points: Array) -> Array:
         """Most probable values, shape (m,), at points of shape (m, features)."""
@@ -75,14 +75,18 @@ class Kriging:
 
     def look(self, points: Array) -> Look:
         """Values at points of shape (m, features), with what is known of them."""
+        looks = [self._look(points[at : at + _AT_ONCE]) for at in range(0, len(points), _AT_ONCE)]
+        return Look(*map(np.concatenate, zip(*looks, strict=True)))
+
+    def _look(self, points: Array) -> Look:
         near = _covariance(points, self._points, self._choice)
         values = near @ self._weights + self._mean
         count = min(_NEAREST, near.shape[1])
-        nearest = np.argsort(-near, axis=1, kind="stable")[:, :count]
+        nearest = np.argpartition(-near, count - 1, axis=1)[:, :count]
         close = np.take_along_axis(near, nearest, axis=1)
-        known = self._points[nearest] / self._choice.lengths
-        apart = np.sqrt(np.square(known[:, :, None] - known[:, None]).sum(axis=3))
-        among = np.exp(-apart) + self._choice.noise * np.eye(count)
+        order = np.argsort(-close, axis=1, kind="stable")
+        nearest, close = np.take_along_axis(nearest, order, axis=1), np.take_along_axis(close, order, axis=1)
+        among = self._among[nearest[:, :, None], nearest[:, None, :]]
         explained = (close * np.linalg.solve(among, close[:, :, None])[:, :, 0]).sum(axis=1)
         variance = self._variance * np.maximum(1.0 + self._choice.noise - explained, 0.0)
         return Look(values, np.sqrt(variance), self._order[nearest])
