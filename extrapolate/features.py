@@ -16,6 +16,7 @@ TILES = ((128, 128), (256, 128), (64, 64))
 """Rows and columns of the result that one compute unit works out at a time: common tiles of matmul kernels."""
 ALIGNED = 7
 """Sizes are aligned to powers of two up to this one."""
+_LARGEST = 40.0
 _FIRST_OPERANDS = 2
 
 
@@ -89,10 +90,11 @@ def fill_features(logs: Array, units: int | None) -> Array:
         logs: of (batch, m, n, k), shape (n, 4).
         units: compute units of the device, None where not known: alignment alone.
     """
-    batch, m, n, k = np.exp2(logs).round().astype(np.int64).T
-    columns = [0.5 * np.minimum(np.log2(size & -size), ALIGNED) for size in (m, n, k)]
+    batch, m, n, _ = np.exp2(logs).round().T
+    whole = np.exp2(np.minimum(logs, _LARGEST)).round().astype(np.int64).T
+    columns = [0.5 * np.minimum(np.log2(size & -size), ALIGNED) for size in whole[1:]]
     if units:
         for high, wide in TILES:
-            tiles = batch * -(-m // high) * -(-n // wide)
-            columns.append(np.log2(-(-tiles // units) * units / tiles))
+            tiles = batch * np.ceil(m / high) * np.ceil(n / wide)
+            columns.append(np.log2(np.ceil(tiles / units) * units / tiles))
     return np.column_stack(columns)

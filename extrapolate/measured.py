@@ -25,6 +25,11 @@ OUTLIER = 3.0
 """Rows of one key further from their median than this factor are pulled in to it."""
 
 
+SHORTEST_US, LONGEST_US = 1e-6, 1e12
+MOST_WORK = 10**24
+"""Times and FLOPs or bytes of one call beyond which a row is no measurement and is passed over."""
+
+
 class MeasuredOperators:
     """What a profile measured of operators; empty when `profile` is None. `device`: where it was measured.
 
@@ -35,7 +40,7 @@ class MeasuredOperators:
     def __init__(self, profile: Profile | None, *, device: Device | None = None) -> None:
         self._device = device
         rows = profile.operators if profile else ()
-        timed = [r for r in rows if r.time_us > 0]
+        timed = [r for r in rows if _can_be(r)]
         drift = step_drift(profile) if profile else MIN_SPREAD
         self._exact = _merge(timed, drift, strict=True)
         self._loose = _merge(timed, drift, strict=False)
@@ -90,7 +95,7 @@ class MeasuredOperators:
         key = (name, dtype, kind)
         if key not in self._surfaces:
             groups = self._grouped.get((name, dtype), {}).values()
-            rows = [row for row in map(_timed, groups) if row.call.sizes.kind == kind]
+            rows = [row for row in map(_timed, groups) if row and row.call.sizes.kind == kind]
             by_flops = all(row.call.work.flops > 0 for row in rows)
             fits = len(rows) >= FEWEST_ROWS
             self._surfaces[key] = Surface(rows, by_flops=by_flops, device=self._device) if fits else None
@@ -104,6 +109,12 @@ class MeasuredOperators:
             by_flops = all(g[0].family in MATMUL_FAMILIES and g[0].flops > 0 for g in rows)
             self._curves[key] = Curve([_measured(g) for g in rows], by_flops=by_flops)
         return self._curves.get(key)
+
+
+def _can_be(row: OperatorRow) -> bool:
+    """Whether a row is a measurement that a call can have."""
+    works = max(row.flops, row.bytes) <= MOST_WORK and min(row.flops, row.bytes) >= 0
+    return SHORTEST_US <= row.time_us <= LONGEST_US and works
 
 
 def step_drift(profile: Profile) -> float:
@@ -188,10 +199,13 @@ def _measured(rows: list[OperatorRow]) -> Measured:
     )
 
 
-def _timed(rows: list[OperatorRow]) -> Timed:
-    """One measured key as a point of a surface."""
+def _timed(rows: list[OperatorRow]) -> Timed | None:
+    """One measured key as a point of a surface; None where its shapes cannot be read."""
     row = rows[0]
-    sizes = call_sizes(row.family, row.op, parse_shapes(row.shapes, row.dtype))
+    try:
+        sizes = call_sizes(row.family, row.op, parse_shapes(row.shapes, row.dtype))
+    except ValueError:
+        return None
     flops = row.flops if row.family in MATMUL_FAMILIES else 0
     attributes = frozenset(filter(None, row.attributes.split(",")))
     return Timed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -318,3 +319,33 @@ def test_any_rows_give_a_finite_positive_price(
     floor = min(time for *_, time in measured) * 1e-6
     assert 0 < found.spread < 2
     assert floor * (1 - 1e-9) <= found.time_s < 1e6
+
+
+def test_shapes_of_a_hostile_run_are_passed_over() -> None:
+    texts = ("x", "1x", "[2x3", "4x4", "", "-1x3,3x2", f"{10**30}x2,2x2", f"2x2,2x{10**18}")
+    good = [row("aten::mm", mm_inputs(n, n, n), 5.0 + n) for n in (12, 16, 24, 32, 40, 48, 64)]
+    bad = [msgspec.structs.replace(good[0], shapes=text) for text in texts]
+    found = prices(*good, *bad).price("aten::mm", mm_inputs(50, 50, 50))
+    assert found.kind == "interpolated" and 0 < found.time_s < 1 and found.spread <= 1.2
+    alone = prices(*bad).price("aten::mm", mm_inputs(50, 50, 50))
+    assert 0 < alone.time_s < 1
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"time_us": 1e300},
+        {"time_us": float("inf")},
+        {"time_us": float("nan")},
+        {"time_us": 1e-300},
+        {"flops": 10**400},
+        {"flops": -5},
+        {"bytes": 10**30},
+    ],
+)
+def test_measurements_that_cannot_be_are_passed_over(cells: dict[str, Any]) -> None:
+    good = [row("aten::mm", mm_inputs(n, n, n), 5.0 + n) for n in (12, 16, 24, 32, 40, 48, 64)]
+    bad = [msgspec.structs.replace(one, **cells) for one in good]
+    asked = mm_inputs(50, 50, 50)
+    assert prices(*good[:-1], bad[-1]).price("aten::mm", asked) == prices(*good[:-1]).price("aten::mm", asked)
+    assert prices(*bad).price("aten::mm", asked).kind == "assumed"
