@@ -55,7 +55,7 @@ def _has_dtensors(plan: Plan) -> bool:
 
 def _data_parallel_lines(plan: Plan, machine: Machine) -> list[str]:
     layout = plan.layout
-    if layout.dp == 1:
+    if layout.replicas == 1:
         return []
     once = "with the last microbatch only" if layout.accum > 1 else "beside the backward"
     lines = {

@@ -165,16 +165,17 @@ def second_baseline_step_time_s(
 ) -> float:
     """Naive x pipeline bubble, plus the ring all-reduce of gradients over the link at catalogue bandwidth (seconds).
 
-    Bubble: see `bubble_factor`. All-reduce: 2 (dp - 1) / dp x gradient bytes of one device, never overlapped.
+    Bubble: see `bubble_factor`. All-reduce: 2 (n - 1) / n x gradient bytes of one device over n = dp x cp ranks, never
+    overlapped.
     """
-    bubble = bubble_factor(layout)
-    if layout.dp == 1:
+    bubble, ranks = bubble_factor(layout), layout.replicas
+    if ranks == 1:
         return naive_s * bubble
     gradient_bytes = sum(count * prod(shape) * item for shape, item, count in trainable_shapes(workload)) / (
         layout.tp * layout.pp
     )
-    link = _link(cluster, layout.dp * layout.tp * layout.cp)
-    return naive_s * bubble + 2 * (layout.dp - 1) / layout.dp * gradient_bytes / link
+    link = _link(cluster, ranks * layout.tp)
+    return naive_s * bubble + 2 * (ranks - 1) / ranks * gradient_bytes / link
 
 
 def bubble_factor(layout: Layout) -> float:

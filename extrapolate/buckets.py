@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.machine import Machine, Segment
-from llmprof.extrapolate.partition import Parameter, Plan
+from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.simulate import Array, Span, Streams
+from llmprof.extrapolate.work import Parameter
 from llmprof.schema.operators import ITEM_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20

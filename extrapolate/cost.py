@@ -10,9 +10,9 @@ import numpy as np
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, OpPrice
 from llmprof.extrapolate.ledger import Call, Calls, add_into
-from llmprof.extrapolate.partition import Op
 from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors
+from llmprof.extrapolate.work import Op
 from llmprof.schema.operators import Tensor
 
 
@@ -83,7 +83,7 @@ class Prices:
     wrapper_s: float = 0.0
 
     def compute(self, ops: Iterable[Op]) -> Cost:
-        """Operators of a list, collectives left out."""
+        """Operators of a list, collectives left out, whether they run in line or not."""
         cost = Cost()
         for op in ops:
             if not op.collective:
@@ -105,13 +105,15 @@ class Prices:
             return price
         return price._replace(time_s=price.time_s * self.scale, host_s=price.host_s * self.scale)
 
-    def communication(self, ops: Iterable[Op]) -> Cost:
-        """Collectives of a list."""
-        cost = Cost()
+    def communication(self, ops: Iterable[Op]) -> dict[str, Cost]:
+        """Collectives of a list by mesh axis, whether they run in line or not."""
+        costs: dict[str, Cost] = {}
         for op in ops:
             if op.collective:
-                cost.include(self.collective(op.collective, op.message_bytes, op.axis or "tp", op.count))
-        return cost
+                axis = op.axis or "tp"
+                cost = self.collective(op.collective, op.message_bytes, axis, op.count)
+                costs.setdefault(axis, Cost()).include(cost)
+        return costs
 
     def collective(self, kind: str, size_bytes: int, axis: str, count: int = 1) -> Cost:
         """`count` collectives over a mesh axis; nothing over a group of one."""

@@ -21,7 +21,7 @@ from llmprof.extrapolate.layers import LayerKey, LayerPricer
 from llmprof.extrapolate.ledger import Call, FlatLedger, Ledger, Parts, add_into
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
-from llmprof.extrapolate.partition import LayerWork, Plan, evaluate_layers, partition
+from llmprof.extrapolate.partition import Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
 from llmprof.extrapolate.schedule import Pipeline
@@ -30,6 +30,7 @@ from llmprof.extrapolate.stage import Stage, equal_stages
 from llmprof.extrapolate.steady import StageClock, Times, Timetable, most_in_flight, run_step
 from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
+from llmprof.extrapolate.work import LayerWork
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.profile import Profile
@@ -198,7 +199,7 @@ class Forecaster:
         captured, kind = self._workload.precision, self.cluster.device.kind
         masters = self._workload.source == "reference"
         rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind, masters=masters)
-        key = LayerKey(layout.tp, layout.sp, layout.mb, seq, rule.target)
+        key = LayerKey.of(layout, seq=seq, precision=rule.target)
         if key not in self._layers:
             self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)
         plan = partition(self._workload, layout, seq=seq, precision=rule, layers=self._layers[key])

@@ -10,8 +10,9 @@ import numpy as np
 from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.machine import Machine, Segment
-from llmprof.extrapolate.partition import Parameter, Plan
+from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.simulate import MAIN, Array, Streams
+from llmprof.extrapolate.work import Parameter
 from llmprof.schema.operators import ITEM_BYTES
 
 AGREEMENT = 1e-9

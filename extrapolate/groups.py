@@ -16,12 +16,18 @@ def axis_stride(layout: Layout, axis: str) -> int:
 
 
 def axis_groups(layout: Layout, cluster: Cluster) -> dict[str, tuple[int, int]]:
-    """(group size, span in devices) by name: "tp", "dp", "shard" and "replicate" (the halves of dp), "pp"."""
+    """(group size, span in devices) by name.
+
+    "tp", "cp" and "pp"; "dp" are the ranks that sum gradients, with those of context parallelism; "shard" and "replicate"
+    are its halves.
+    """
     stride = axis_stride(layout, "dp")
+    context = axis_stride(layout, "cp") * layout.cp
     sizes = {
         "tp": (layout.tp, axis_stride(layout, "tp") * layout.tp),
-        "dp": (layout.dp, stride * layout.dp),
-        "shard": (layout.dp_shard, stride * layout.dp_shard),
+        "cp": (layout.cp, context),
+        "dp": (layout.replicas, max(stride * layout.dp, context)),
+        "shard": (layout.state_shards, max(stride * layout.dp_shard, context) if layout.zero else 1),
         "replicate": (layout.dp_replicate, stride * layout.dp),
         "pp": (layout.pp, axis_stride(layout, "pp") * layout.pp),
     }

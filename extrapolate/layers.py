@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmprof.extrapolate.cost import Cost
-from llmprof.extrapolate.machine import Machine, Segment, Stretch
+from llmprof.extrapolate.machine import Machine, Round, Segment, Stretch
 from llmprof.extrapolate.optimizer import fallback_ops, optimizer_ops
-from llmprof.extrapolate.partition import LayerWork, Op, Plan
+from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.schedule import SPLIT_BACKWARD
+from llmprof.extrapolate.work import LayerWork, Op
+from llmprof.schema.layout import Layout
 from llmprof.schema.operators import Tensor
 
 
@@ -35,9 +37,16 @@ class LayerKey(NamedTuple):
 
     tp: int
     sp: bool
+    cp: int
+    cp_kind: str
     mb: int
     seq: int
     precision: str
+
+    @classmethod
+    def of(cls, layout: Layout, *, seq: int, precision: str) -> LayerKey:
+        """The key of a layout at a sequence length (tokens) and compute dtype."""
+        return cls(layout.tp, layout.sp, layout.cp, layout.cp_kind, layout.mb, seq, precision)
 
     @property
     def state(self) -> tuple[int, bool, str]:
@@ -61,8 +70,9 @@ class LayerPricer:
         return {name: self._layer(layer, plan, machine, key=key) for name, layer in plan.layers.items()}
 
     def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: LayerKey) -> LayerSegments:
-        layout, group, name = plan.layout, machine.prices.group["tp"], layer.name
-        sharded = (layout.zero, layout.dp_shard, layout.pp == 1)
+        layout, name = plan.layout, layer.name
+        group = tuple(machine.prices.group[axis] for axis in ("tp", "cp"))
+        sharded = (layout.zero, layout.state_shards, layout.pp == 1)
         forward = self.once((key, name, group, "forward"), lambda: _forward(layer, machine))
         apart = layout.schedule in SPLIT_BACKWARD
         return LayerSegments(
@@ -82,7 +92,7 @@ class LayerPricer:
             if layout.accum > 1
             else None,
             optimizer=self.once(
-                (key.state, name, "optimizer", layout.zero == 3, layout.dp_shard),
+                (key.state, name, "optimizer", layout.zero == 3, layout.state_shards),
                 lambda: machine.segment({"optimizer": _optimizer(layer, plan, machine)}),
             ),
         )
@@ -102,10 +112,35 @@ class LayerPricer:
 
 
 def _forward(layer: LayerWork, machine: Machine) -> Segment:
+    return _segment(layer.forward, machine, {"forward": layer.forward})
+
+
+def _segment(ops: Sequence[Op], machine: Machine, compute: Mapping[str, Sequence[Op]]) -> Segment:
+    """Operators and collectives as one piece of work.
+
+    Args:
+        ops: whose collectives it has.
+        compute: of these, by part, the operators that it has.
+    """
     prices = machine.prices
-    return machine.segment(
-        {"forward": prices.compute(layer.forward), "tp": prices.communication(layer.forward)}
-    )
+    costs = {part: prices.compute(op for op in own if not op.round) for part, own in compute.items()}
+    costs |= prices.communication(op for op in ops if not op.round)
+    rounds = [
+        Round(part, axis, prices.compute(together), cost)
+        for part, own in compute.items()
+        for together in _rounds(own)
+        for axis, cost in prices.communication(together).items()
+    ]
+    return machine.segment(costs, rounds)
+
+
+def _rounds(ops: Sequence[Op]) -> list[list[Op]]:
+    """Operators and collectives that run beside each other, round by round."""
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        if op.round:
+            found.setdefault(op.round, []).append(op)
+    return list(found.values())
 
 
 def _again(forward: Segment) -> Segment:
@@ -115,16 +150,12 @@ def _again(forward: Segment) -> Segment:
 
 
 def _backward(layer: LayerWork, machine: Machine) -> Segment:
-    prices = machine.prices
-    costs = {phase: prices.compute(_of(layer.backward, phase)) for phase in BACKWARD_PHASES}
-    return machine.segment(costs | {"tp": prices.communication(layer.backward)})
+    return _segment(layer.backward, machine, {phase: _of(layer.backward, phase) for phase in BACKWARD_PHASES})
 
 
 def _input_gradients(layer: LayerWork, machine: Machine) -> Segment:
-    """The half of a backward that the stage before waits for, with the tensor-parallel communication."""
-    prices = machine.prices
-    cost = prices.compute(_of(layer.backward, "backward_input"))
-    return machine.segment({"backward_input": cost, "tp": prices.communication(layer.backward)})
+    """The half of a backward that the stage before waits for, with the communication inside the layer."""
+    return _segment(layer.backward, machine, {"backward_input": _of(layer.backward, "backward_input")})
 
 
 def _weight_gradients(layer: LayerWork, machine: Machine) -> Segment:
@@ -146,7 +177,7 @@ def _accumulation(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     """Adding a microbatch's gradients to what is there, on the shard when gradients are sharded each time."""
     layout = plan.layout
     sharded = layout.zero == 2 or (layout.zero == 3 and layout.pp == 1)
-    shard = layout.dp_shard if sharded else 1
+    shard = layout.state_shards if sharded else 1
     cost = Cost()
     for parameter in layer.own_parameters:
         if parameter.trainable:
@@ -161,7 +192,7 @@ def groups_optimizer(plan: Plan, machine: Machine) -> bool:
 
 
 def _optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
-    shard = plan.layout.dp_shard
+    shard = plan.layout.state_shards
     ops = optimizer_ops(stage_optimizer(layer, plan), shard=shard, grouped=groups_optimizer(plan, machine))
     if plan.layout.zero == 3 and plan.workload.implementation in TORCH_OPTIMIZERS:
         ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)

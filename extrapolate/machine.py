@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,19 @@ class Segment:
     parts: Parts
     evidence: Parts
     calls: Calls
+
+
+class Round(NamedTuple):
+    """Computation and messages that start together; what comes next waits for both.
+
+    Attributes:
+        part, axis: owners of the computation, and of what is left of the messages after it.
+    """
+
+    part: str
+    axis: str
+    compute: Cost
+    messages: Cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,21 +106,23 @@ class Machine:
     cpu: bool
     serial_fsdp: bool
 
-    def segment(self, costs: dict[str, Cost]) -> Segment:
-        """Costs by the part that owns them, as one piece of work."""
+    def segment(self, costs: dict[str, Cost], rounds: Sequence[Round] = ()) -> Segment:
+        """Costs by the part that owns them, and rounds of computation beside messages, as one piece of work."""
         device = np.zeros(1 + self.factors.draws)
         parts: Parts = {}
+        for part, cost in costs.items():
+            if cost.seconds:
+                sampled = cost.sample(self.factors)
+                device += sampled
+                parts[part] = float(sampled[0])
+        for each in rounds:
+            device += self._round(each, parts)
         evidence: Parts = {}
         calls: Calls = {}
         host_s = 0.0
-        for part, cost in costs.items():
+        for cost in (*costs.values(), *(cost for each in rounds for cost in (each.compute, each.messages))):
             host_s += cost.host_s
             add_into(calls, cost.calls)
-            if not cost.seconds:
-                continue
-            sampled = cost.sample(self.factors)
-            device += sampled
-            parts[part] = float(sampled[0])
             for (name, kind), seconds in cost.seconds.items():
                 factor = f"{name}:{kind}"
                 known = evidence_of(factor)
@@ -116,6 +132,20 @@ class Machine:
         if self.cpu:
             add_into(evidence, {evidence_of(launches): float(host[0])})
         return Segment(device_s=device, host_s=host, parts=parts, evidence=evidence, calls=calls)
+
+    def _round(self, each: Round, parts: Parts) -> Array:
+        """Time of a round; what is left of the messages owns time. On a GPU hidden messages slow what hides them."""
+        compute, messages = each.compute.sample(self.factors), each.messages.sample(self.factors)
+        exposed = np.maximum(messages - compute, 0.0)
+        if not self.cpu:
+            exposed = exposed + self._interference(np.minimum(messages, compute))
+        add_into(parts, {each.part: float(compute[0]), each.axis: float(exposed[0])})
+        return compute + exposed
+
+    def _interference(self, hidden_s: Array | float) -> Array:
+        """Time that computation loses to communication beside it."""
+        lost: Array = INTERFERENCE * hidden_s * self.factors.factor("interference", INTERFERENCE_SPREAD)
+        return lost
 
     def run(self, streams: Streams, segment: Segment, label: str = "", phase: str = "") -> Array:
         """Run a segment on the main stream; returns when it ends. On a GPU the device may wait for its launch."""
@@ -182,7 +212,7 @@ class Machine:
             exposed = streams.ledger.own.get("dp", 0.0) + max(0.0, float(streams.clocks["dp"][0]) - end)
             hidden = max(0.0, min(streams.busy_s - exposed, end))
             if hidden > 0:
-                lost = INTERFERENCE * hidden * self.factors.factor("interference", INTERFERENCE_SPREAD)
+                lost = self._interference(hidden)
                 streams.run_main(lost, "dp")
                 streams.delay("dp", lost)
         return streams.finish()

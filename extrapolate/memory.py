@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmprof.extrapolate.partition import LayerWork, Parameter, Plan, held_bytes, parameter_bytes
+from llmprof.extrapolate.partition import Plan, held_bytes
 from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors, interval
+from llmprof.extrapolate.work import LayerWork, Parameter, parameter_bytes
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.operators import ITEM_BYTES
 from llmprof.schema.profile import Profile
@@ -134,7 +135,7 @@ def state_bytes(plan: Plan, stage: int) -> dict[str, int]:
     layout, optimizer = plan.layout, plan.workload.optimizer
     slots = optimizer.state_slots * held_bytes(plan, stage, optimizer.state_dtype, trainable=True)
     gradients, parameters = held_bytes(plan, stage, trainable=True), held_bytes(plan, stage)
-    shard = layout.dp_shard
+    shard = layout.state_shards
     if plan.precision.mixed and layout.zero < 3:
         slots += held_bytes(plan, stage, "float32", trainable=True)
         parameters = held_bytes(plan, stage, plan.precision.activation)
@@ -163,7 +164,7 @@ def activation_bytes(layers: Sequence[tuple[LayerWork, int]], *, recompute: bool
 def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:
     """Communication buffers: buckets (zero=0 to 2), or gathered parameters and unsharded gradients (zero=3)."""
     layout = plan.layout
-    if layout.dp == 1:
+    if layout.replicas == 1:
         return 0
     if layout.zero == 0:
         return held_bytes(plan, stage, trainable=True)

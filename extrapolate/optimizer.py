@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmprof.extrapolate.partition import LayerWork, Op
+from llmprof.extrapolate.work import LayerWork, Op
 from llmprof.schema.operators import Tensor, family, split_name
 
 

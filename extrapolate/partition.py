@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import prod
 
 from llmprof.errors import WorkloadError
+from llmprof.extrapolate.context import divide_attention, held_messages_bytes, is_divided, local_sequence
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.request import choose_class
 from llmprof.extrapolate.split import Names, split_stages
+from llmprof.extrapolate.work import LayerWork, Op, Parameter
 from llmprof.schema.layout import Layout
-from llmprof.schema.operators import (
-    ITEM_BYTES,
-    MATMUL_FAMILIES,
-    Tensor,
-    family,
-    flops,
-    size_bytes,
-)
+from llmprof.schema.operators import MATMUL_FAMILIES, Tensor, family, size_bytes
 from llmprof.schema.workload import ClassTrace, LayerSpec, LayerTrace, OpSpec, TensorSpec, Workload
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
-    """`count` equal calls of an operator or collective with concrete local shapes.
-
-    Attributes:
-        wrapped: it acts on a distributed tensor (DTensor), which costs host time beyond the local operator.
-    """
-
-    op: str
-    phase: str
-    module: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    count: int
-    attributes: frozenset[str]
-    collective: str
-    axis: str
-    family: str
-    wrapped: bool = False
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of one call."""
-        return flops(self.op, self.inputs, self.outputs, self.attributes)
-
-    @property
-    def message_bytes(self) -> int:
-        """Message of a collective: the full buffer for gather and scatter, else the tensor."""
-        tensors = self.outputs if self.collective == "all_gather" else self.inputs
-        return sum(size_bytes(t) for t in tensors or self.inputs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One parameter of a layer: elements on one tensor-parallel rank, dtype as captured."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    tied_to: str
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWork:
-    """What one layer does for one microbatch on one rank, before data parallelism.
-
-    Attributes:
-        saved_bytes: kept from forward to backward; `boundary_bytes` is the part handed to the next layer.
-        temporary_bytes: the two largest results of one backward operator's neighbourhood, live at once.
-    """
-
-    name: str
-    kind: str
-    module: str
-    forward: tuple[Op, ...]
-    backward: tuple[Op, ...]
-    optimizer: tuple[Op, ...]
-    parameters: tuple[Parameter, ...]
-    saved_bytes: int
-    boundary_bytes: int
-    temporary_bytes: int
-    _sizes: dict[tuple[bool, str, bool], int] = field(default_factory=dict, compare=False, repr=False)
-
-    def held_bytes(self, *, tied: bool, dtype: str, trainable: bool) -> int:
-        """Bytes of its parameters, in their own dtype or in the one given.
-
-        Args:
-            tied: with those that are ties to another layer's.
-            trainable: of those that are trained alone.
-        """
-        key = (tied, dtype, trainable)
-        if key not in self._sizes:
-            held = self.parameters if tied else self.own_parameters
-            self._sizes[key] = parameter_bytes(tuple(p for p in held if p.trainable or not trainable), dtype)
-        return self._sizes[key]
-
-    @property
-    def matmul_flops(self) -> int:
-        """Matmul FLOPs of forward and backward of one microbatch."""
-        return sum(o.count * o.flops for o in (*self.forward, *self.backward) if o.family in MATMUL_FAMILIES)
-
-    @property
-    def own_parameters(self) -> tuple[Parameter, ...]:
-        """Parameters that are not a tie to another layer's."""
-        return tuple(p for p in self.parameters if not p.tied_to)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,13 +94,13 @@ def partition(
 def evaluate_layers(
     workload: Workload, layout: Layout, *, seq: int, precision: PrecisionRule
 ) -> dict[str, LayerWork]:
-    """Every layer in concrete shapes; depends on the layout's tp, sp and mb alone."""
-    trace = choose_class(workload, layout, seq)
+    """Every layer in concrete shapes; depends on what is in a `LayerKey` alone."""
+    local = local_sequence(layout, seq)
+    trace = choose_class(workload, layout, local)
     evaluate = _Evaluate(
-        batch=layout.mb,
-        seq=seq,
+        layout=layout,
+        seq=local,
         precision=precision,
-        sp=layout.sp,
         dispatched=workload.implementation == "eager",
     )
     return {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
@@ -216,27 +117,28 @@ def _layer_trace(trace: ClassTrace, spec: LayerSpec) -> LayerTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Evaluate:
-    """Turns symbolic specs into concrete ones at one (batch, seq, precision).
+    """Turns symbolic specs into concrete ones at one microbatch, sequence and precision.
 
     Attributes:
+        seq: tokens that one context-parallel rank holds.
         dispatched: operators on distributed tensors go through DTensor; a compiler and Megatron's own modules
             call the local operators.
     """
 
-    batch: int
+    layout: Layout
     seq: int
     precision: PrecisionRule
-    sp: bool = False
     dispatched: bool = True
     _known: dict[tuple[tuple[TensorSpec, ...], str], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def layer(self, spec: LayerSpec, trace: LayerTrace) -> LayerWork:
         locals_ = trace.parameters or tuple(p.shape for p in spec.parameters)
-        distributed = _Distributed.of(spec, locals_, sp=self.sp)
+        distributed = _Distributed.of(spec, locals_, sp=self.layout.sp)
         ops = [
-            self.op(o, loss=spec.kind == "loss", wrapped=self.dispatched and distributed.wraps(o))
+            op
             for o in trace.ops
             if not _is_bookkeeping(o)
+            for op in self.ops(o, loss=spec.kind == "loss", wrapped=self.dispatched and distributed.wraps(o))
         ]
         backward = tuple(o for o in ops if o.phase.startswith("backward"))
         stored = "own" if spec.kind == "loss" else "activations"
@@ -258,14 +160,14 @@ class _Evaluate:
             ),
             saved_bytes=sum(size_bytes(t) for t in saved),
             boundary_bytes=sum(size_bytes(t) for t in boundary),
-            temporary_bytes=sum(results[:2]),
+            temporary_bytes=sum(results[:2]) + held_messages_bytes(backward),
         )
 
     def tensors(self, specs: tuple[TensorSpec, ...], rule: str) -> tuple[Tensor, ...]:
         """Concrete tensors, in their own dtype or by the rule for "activations" or "matmul"; equal lists are one."""
         found = self._known.get((specs, rule))
         if found is None:
-            found = tuple(Tensor(t.shape_at(self.batch, self.seq), t.dtype, t.group) for t in specs)
+            found = tuple(Tensor(t.shape_at(self.layout.mb, self.seq), t.dtype, t.group) for t in specs)
             if rule == "matmul":
                 found = self.precision.matmul(found)
             elif rule == "activations":
@@ -273,12 +175,20 @@ class _Evaluate:
             self._known[specs, rule] = found
         return found
 
+    def ops(self, spec: OpSpec, *, loss: bool, wrapped: bool) -> Iterator[Op]:
+        """An operator, or what takes the place of attention under context parallelism."""
+        op = self.op(spec, loss=loss, wrapped=wrapped)
+        if self.layout.cp > 1 and is_divided(spec):
+            yield from divide_attention(op, self.layout)
+        else:
+            yield op
+
     def op(self, spec: OpSpec, *, loss: bool, wrapped: bool) -> Op:
         found = "collective" if spec.collective else family(spec.op)
         read = written = "own"
         if spec.phase != "optimizer" and self.precision.changes:
             if found in MATMUL_FAMILIES:
-                read, written = "matmul", "activations"
+                read, written = "matmul" if self.precision.reaches(spec.op) else "activations", "activations"
             elif not loss:
                 read = written = "activations"
         return Op(
@@ -331,11 +241,6 @@ class _Distributed:
 def _is_bookkeeping(spec: OpSpec) -> bool:
     """True for what exists in a trace on fake tensors only: profiler scopes, detaching saved tensors."""
     return spec.op.startswith("profiler::") or (spec.op == "aten::detach" and spec.phase != "forward")
-
-
-def parameter_bytes(parameters: tuple[Parameter, ...], dtype: str = "") -> int:
-    """Bytes of parameters, in their own dtype or in the one given."""
-    return sum(p.numel * ITEM_BYTES.get(dtype or p.dtype, 4) for p in parameters)
 
 
 def held_bytes(plan: Plan, stage: int, dtype: str = "", *, trainable: bool = False) -> int:

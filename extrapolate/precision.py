@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmprof.schema.operators import Tensor
+from llmprof.schema.operators import Tensor, family, split_name
 
+_SCORES = ("bmm", "baddbmm")
+"""Matmuls of attention that is written out; those of experts are grouped."""
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 _STORED = {"float8": "bfloat16", "tfloat32": "float32"}
 """Dtype in which activations are kept when matmuls compute in the key."""
@@ -44,6 +46,11 @@ class PrecisionRule:
     def working(self) -> str:
         """Dtype in which parameters are used and gathered, "" when it is their own."""
         return self.activation if self.changes or self.masters else ""
+
+    def reaches(self, op: str) -> bool:
+        """Whether a matmul takes its inputs in the target: 8 bit are for matmuls with weights, not for attention."""
+        attention = family(op) == "attention" or split_name(op)[1] in _SCORES
+        return not (attention and self.target == "float8")
 
     def activations(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors of an operator outside loss and optimizer, floats in the activation dtype."""

@@ -34,7 +34,6 @@ def check_supported(layout: Layout, cluster: Cluster) -> None:
         LayoutError: with the part that is not supported, or the device arithmetic.
     """
     unsupported = (
-        (layout.cp > 1, f"context parallelism (cp={layout.cp})", "leave cp out"),
         (layout.ep > 1, f"expert parallelism (ep={layout.ep})", "leave ep out"),
         (layout.offload != "none", f"offload={layout.offload}", "leave offload out"),
         (layout.recompute == "selective", "recompute=selective", "use recompute=none or full"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from llmprof.extrapolate.compute import OpPrice
-from llmprof.extrapolate.forecast import Simulation, StageResult
+from llmprof.extrapolate.forecast import COMMUNICATION_PARTS, Simulation, StageResult
 from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine
 from llmprof.extrapolate.optimizer import optimizer_ops
-from llmprof.extrapolate.partition import LayerWork, Op, Plan
+from llmprof.extrapolate.partition import Plan
+from llmprof.extrapolate.work import LayerWork, Op
 from llmprof.schema.operators import bytes_moved, format_shapes
 from llmprof.schema.profile import PHASES, CollectiveRow, MemoryRow, OperatorRow, PhaseRow, SpanRow
 
@@ -55,7 +56,7 @@ def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[Op, str, 
 
 def _optimizer(layer: LayerWork, plan: Plan, simulation: Simulation) -> tuple[Op, ...]:
     grouped = groups_optimizer(plan, simulation.machine)
-    return optimizer_ops(stage_optimizer(layer, plan), shard=plan.layout.dp_shard, grouped=grouped)
+    return optimizer_ops(stage_optimizer(layer, plan), shard=plan.layout.state_shards, grouped=grouped)
 
 
 def _operator_row(
@@ -137,7 +138,7 @@ def phase_rows(simulation: Simulation, step_us: float) -> tuple[PhaseRow, ...]:
     for stage, result in enumerate(simulation.stages):
         parts = result.ledger.parts()
         seconds = {phase: parts.get(phase, 0.0) for phase in PHASES}
-        seconds["communication"] = sum(parts.get(axis, 0.0) for axis in ("tp", "dp", "pp"))
+        seconds["communication"] = sum(parts.get(axis, 0.0) for axis in COMMUNICATION_PARTS)
         seconds["input"] = simulation.parts.get("input", 0.0)
         seconds["idle"] = 0.0
         values = {phase: value * 1e6 for phase, value in seconds.items()}

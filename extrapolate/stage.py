@@ -21,9 +21,10 @@ from llmprof.extrapolate.graph import Kind
 from llmprof.extrapolate.layers import LayerPricer, LayerSegments
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
-from llmprof.extrapolate.partition import Parameter, Plan, held_bytes, parameter_bytes
+from llmprof.extrapolate.partition import Plan, held_bytes
 from llmprof.extrapolate.simulate import Array, Pass, Streams
 from llmprof.extrapolate.split import Names
+from llmprof.extrapolate.work import Parameter, parameter_bytes
 
 
 def equal_stages(
@@ -123,7 +124,7 @@ class Chunk:
             makes = kind.phase != "input"
             sync = makes and (kind.last or layout.zero == 2 or (layout.zero == 3 and not pipelined))
             accumulate = makes and not kind.first
-            key = (kind.phase, gather, accumulate, sync and (layout.dp > 1 or layout.zero == 3))
+            key = (kind.phase, gather, accumulate, sync and (layout.replicas > 1 or layout.zero == 3))
             if key not in self._passes:
                 work = "weight" if kind.phase == "weight" else f"recompute and {kind.phase}"
                 run = self._sharded_backward if layout.zero == 3 else self._backward
@@ -152,7 +153,7 @@ class Chunk:
     def _backward(self, work: str, *, gather: bool, accumulate: bool, sync: bool) -> Pass:
         streams, layout = self._streams(), self.plan.layout
         order = self.layers[::-1]
-        reduces = sync and layout.dp > 1
+        reduces = sync and layout.replicas > 1
         kind = f"{work} and copies" if reduces and layout.zero == 0 else work
         reducer = self._reducer(order) if reduces else None
         for run, (name, count) in enumerate(order):
@@ -245,7 +246,7 @@ class Chunk:
 
     def _end_of_step(self) -> Pass:
         streams, machine, layout = self._streams(), self.machine, self.plan.layout
-        if layout.zero == 0 and layout.dp > 1:
+        if layout.zero == 0 and layout.replicas > 1:
             for name, count in self.layers:
                 machine.repeat(streams, self._stretch(name, "copies"), count)
         if self.holds_tied:

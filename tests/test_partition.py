@@ -150,7 +150,6 @@ def test_replicated_work_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        ("dp=2,cp=2", "context parallelism"),
         ("dp=2,ep=2", "expert parallelism"),
         ("pp=2,schedule=dualpipe", "schedule=dualpipe"),
         ("offload=optimizer", "offload=optimizer"),

@@ -14,9 +14,9 @@ from llmprof.extrapolate.cost import Cost, Prices
 from llmprof.extrapolate.fsdp import Gatherer, Unit, scatter
 from llmprof.extrapolate.groups import axis_groups, axis_stride, boundary_span
 from llmprof.extrapolate.machine import Machine, Segment
-from llmprof.extrapolate.partition import Parameter
 from llmprof.extrapolate.simulate import MAIN, Streams
 from llmprof.extrapolate.uncertainty import Factors
+from llmprof.extrapolate.work import Parameter
 from llmprof.schema.layout import Layout
 from tests.workloads import cpu_cluster, gpu_cluster, profile
 

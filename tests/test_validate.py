@@ -90,11 +90,11 @@ def test_rows_without_a_usable_time_are_counted_and_never_scored(validate: Run, 
 
 def test_what_is_not_modelled_lowers_the_scored_fraction(validate: Run, tmp_path: Path) -> None:
     rows = timed(made_up_rows()[:4], 1.0)
-    rows[0] |= {"cp": "2", "n_gpus": "16"}
+    rows[0] |= {"precision": "nvfp4"}
     rows[1] |= {"layers": ""}
     result = validate(write(rows, tmp_path / "lacking.csv"))
     assert result["scored_fraction"] == 0.5
-    assert result["defects"] == {"not supported yet: context parallelism (cp=2)": 1}
+    assert result["defects"] == {"not supported yet: precision nvfp4": 1}
 
 
 def test_a_table_without_usable_rows_is_no_error(

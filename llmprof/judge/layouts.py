@@ -148,7 +148,7 @@ def _sharding(row: Row, fixed: Choice, devices_per_node: int) -> list[Weighted]:
     """ZeRO stage and the group over which state is sharded."""
     dp = fixed["dp"]
     stage = text(row, "zero_stage")
-    if dp == 1:
+    if dp * fixed["cp"] == 1:
         return [Weighted(1.0, {"zero": 0})]
     if stage and stage not in ("0", "1", "2", "3"):
         raise Reject(f"not supported yet: zero_stage {stage}", defect=True)

@@ -144,6 +144,16 @@ class Layout:
         return self.shard or self.dp
 
     @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters and see other tokens: gradients are summed over them."""
+        return self.dp * self.cp
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks over which state is divided: the shard group and, since they hold the same, its context-parallel ranks."""
+        return self.dp_shard * self.cp if self.zero else 1
+
+    @property
     def dp_replicate(self) -> int:
         """Replicas of the sharded state."""
         return self.dp // self.dp_shard
