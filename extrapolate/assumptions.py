@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmprof.extrapolate.experts import IMBALANCE
 from llmprof.extrapolate.layers import TORCH_OPTIMIZERS, groups_optimizer
 from llmprof.extrapolate.machine import INTERFERENCE, Machine
 from llmprof.extrapolate.partition import Plan
@@ -33,6 +34,11 @@ def list_assumptions(plan: Plan, machine: Machine, *, seq_given: bool) -> tuple[
     if _has_dtensors(plan):
         lines.append(
             f"operators on distributed tensors cost {prices.wrapper_s * 1e6:.0f} us of host time more"
+        )
+    if layout.ep > 1:
+        lines.append(
+            f"tokens go to experts on {layout.ep} ranks and back by all-to-all; the fullest rank gets {IMBALANCE:.0%} more than "
+            "the mean (assumed)"
         )
     lines.extend(_data_parallel_lines(plan, machine))
     if groups_optimizer(plan, machine):

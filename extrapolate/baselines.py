@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from llmprof.errors import WorkloadError
 from llmprof.extrapolate.compute import is_same_device, peak_flops
+from llmprof.extrapolate.experts import experts_of
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.schema.cluster import Cluster, Device
 from llmprof.schema.layout import Layout
@@ -165,17 +167,16 @@ def second_baseline_step_time_s(
 ) -> float:
     """Naive x pipeline bubble, plus the ring all-reduce of gradients over the link at catalogue bandwidth (seconds).
 
-    Bubble: see `bubble_factor`. All-reduce: 2 (n - 1) / n x gradient bytes of one device over n = dp x cp ranks, never
-    overlapped.
+    Bubble: see `bubble_factor`. All-reduce: 2 (n - 1) / n x gradient bytes of one device over n = dp x cp ranks, of which
+    n / ep hold the same experts, never overlapped.
     """
-    bubble, ranks = bubble_factor(layout), layout.replicas
-    if ranks == 1:
-        return naive_s * bubble
-    gradient_bytes = sum(count * prod(shape) * item for shape, item, count in trainable_shapes(workload)) / (
-        layout.tp * layout.pp
-    )
-    link = _link(cluster, ranks * layout.tp)
-    return naive_s * bubble + 2 * (ranks - 1) / ranks * gradient_bytes / link
+    link = _link(cluster, layout.replicas * layout.tp)
+    sent_bytes = 0.0
+    for shape, item, count, expert in trainable_shapes(workload):
+        ranks = layout.expert_replicas if expert else layout.replicas
+        held = count * prod(shape) * item / (layout.ep if expert else 1)
+        sent_bytes += 2 * (ranks - 1) / ranks * held / (layout.tp * layout.pp)
+    return naive_s * bubble_factor(layout) + sent_bytes / link
 
 
 def bubble_factor(layout: Layout) -> float:
@@ -188,12 +189,30 @@ def _link(cluster: Cluster, span: int) -> float:
     return level.bandwidth_bytes_per_s / level.oversubscription
 
 
-def trainable_shapes(workload: Workload) -> list[tuple[tuple[int, ...], int, int]]:
-    """Shape, bytes per element and number of every kind of trainable parameter, ties counted once."""
+class Trainable(NamedTuple):
+    """One kind of trainable parameter: its whole shape, bytes per element, how many there are, whether it is of experts."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    number: int
+    expert: bool
+
+
+def trainable_shapes(workload: Workload) -> list[Trainable]:
+    """Every kind of trainable parameter, ties counted once."""
+    return _trainable_shapes(_Same(workload))
+
+
+@lru_cache(maxsize=64)
+def _trainable_shapes(same: _Same) -> list[Trainable]:
+    workload = same.workload
     counts = layer_counts(workload)
+    trace = workload.find_class(1, sp=False)
+    traced = trace.layers if trace else {}
     return [
-        (p.shape, ITEM_BYTES.get(p.dtype, 4), counts.get(layer.name, 0))
+        Trainable(p.shape, ITEM_BYTES.get(p.dtype, 4), counts.get(layer.name, 0), p.name in experts)
         for layer in workload.layers
+        for experts in [experts_of(layer, traced.get(layer.name))]
         for p in layer.parameters
         if p.trainable and not p.tied_to
     ]
@@ -208,6 +227,8 @@ def bound_step_time_s(workload: Workload, layout: Layout, cluster: Cluster, *, s
     peak = peak_flops(cluster.device, precision_of(workload, layout, cluster.device))
     compute_s = model_flops_per_step(workload, layout, seq) / (layout.gpus * peak)
     state = 2 * workload.optimizer.state_slots * ITEM_BYTES.get(workload.optimizer.state_dtype, 4)
-    moved = sum(count * prod(shape) * (3 * item + state) for shape, item, count in trainable_shapes(workload))
+    moved = sum(
+        count * prod(shape) * (3 * item + state) for shape, item, count, _ in trainable_shapes(workload)
+    )
     memory_s = moved / (layout.gpus * cluster.device.bandwidth_bytes_per_s)
     return max(compute_s, memory_s)

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmprof.extrapolate.cost import Cost, Prices
+from llmprof.extrapolate.groups import COMMON, EXPERTS
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.simulate import Array, Span, Streams
@@ -21,8 +23,15 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 LABEL = "reduce gradients"
 Index = NDArray[np.intp]
-Runs = tuple[tuple[tuple[int, ...], int], ...]
-"""Gradient bytes of the parameters of one layer, and how many such layers follow each other."""
+Runs = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+"""Gradient bytes of the parameters of one layer, those of experts apart, and how many such layers follow each other."""
+
+
+class BucketKind(NamedTuple):
+    """What buckets have in common that take the same time."""
+
+    size_bytes: int
+    experts: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,55 +78,61 @@ class Buckets:
     """Buckets of a stage in the order of their reduction, one array entry for each.
 
     Attributes:
-        sizes: distinct sizes in bytes.
-        size: index into `sizes`.
+        kinds: distinct sizes in bytes, of experts or not.
+        kind: index into `kinds`.
         run: which row of equal layers completes it.
         before: layers of that row before the one that completes it.
         fraction: as in Bucket.
-        counts: for each row of equal layers how many buckets of which size it completes.
+        counts: for each row of equal layers how many buckets of which kind it completes.
     """
 
-    sizes: tuple[int, ...]
-    size: Index
+    kinds: tuple[BucketKind, ...]
+    kind: Index
     run: Index
     before: Index
     fraction: Array
-    counts: tuple[dict[int, int], ...]
+    counts: tuple[dict[BucketKind, int], ...]
 
 
 @lru_cache(maxsize=1024)
 def stage_buckets(runs: Runs) -> Buckets:
-    """Buckets of a stage, from its layers in backward order, equal ones together."""
-    found = list(gradient_buckets([sizes for sizes, count in runs for _ in range(count)]))
-    firsts = np.cumsum([0, *(count for _, count in runs)])
-    layer = np.array([b.layer for b in found], dtype=np.intp)
-    run = np.searchsorted(firsts, layer, side="right") - 1
-    sizes = sorted({b.size_bytes for b in found})
-    counts = [
-        Counter(b.size_bytes for b, r in zip(found, run, strict=True) if r == i) for i in range(len(runs))
+    """Buckets of a stage, from its layers in backward order, equal ones together; those of experts are filled apart."""
+    both = [
+        (b, experts)
+        for experts in (False, True)
+        for b in gradient_buckets([run[1] if experts else run[0] for run in runs for _ in range(run[2])])
     ]
+    both.sort(key=lambda found: (found[0].layer, found[0].fraction))
+    firsts = np.cumsum([0, *(run[2] for run in runs)])
+    layer = np.array([b.layer for b, _ in both], dtype=np.intp)
+    run = np.searchsorted(firsts, layer, side="right") - 1
+    found = [BucketKind(b.size_bytes, experts) for b, experts in both]
+    kinds = sorted(set(found))
+    counts = [Counter(k for k, r in zip(found, run, strict=True) if r == i) for i in range(len(runs))]
     return Buckets(
-        sizes=tuple(sizes),
-        size=np.array([sizes.index(b.size_bytes) for b in found], dtype=np.intp),
+        kinds=tuple(kinds),
+        kind=np.array([kinds.index(k) for k in found], dtype=np.intp),
         run=run,
         before=layer - firsts[run],
-        fraction=np.array([b.fraction for b in found]),
+        fraction=np.array([b.fraction for b, _ in both]),
         counts=tuple(map(dict, counts)),
     )
 
 
-def gradient_bytes(parameter: Parameter) -> int:
-    """Bytes of a parameter's gradient, in the parameter's own dtype."""
-    return parameter.numel * ITEM_BYTES.get(parameter.dtype, 4)
+def gradient_bytes(parameters: Sequence[Parameter]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of the gradients of parameters, in their own dtype: of those that all replicas hold, and of experts."""
+    sizes = [(p.expert, p.numel * ITEM_BYTES.get(p.dtype, 4)) for p in parameters]
+    return tuple(n for expert, n in sizes if not expert), tuple(n for expert, n in sizes if expert)
 
 
-def bucket_reduction(size_bytes: int, plan: Plan, prices: Prices) -> Cost:
+def bucket_reduction(kind: BucketKind, plan: Plan, prices: Prices) -> Cost:
     """One bucket: all-reduce (zero=0), else reduce-scatter over the shards and all-reduce of the rest."""
+    groups = EXPERTS if kind.experts else COMMON
     if plan.layout.zero == 0:
-        return prices.collective("all_reduce", size_bytes, "dp")
-    shard = prices.group["shard"][0]
-    scattered = prices.collective("reduce_scatter", size_bytes, "shard")
-    return scattered.plus(prices.collective("all_reduce", -(-size_bytes // shard), "replicate"))
+        return prices.collective("all_reduce", kind.size_bytes, groups.summed)
+    shard = prices.group[groups.shard][0]
+    scattered = prices.collective("reduce_scatter", kind.size_bytes, groups.shard)
+    return scattered.plus(prices.collective("all_reduce", -(-kind.size_bytes // shard), groups.replicate))
 
 
 def bucket_copies(parameters: Sequence[Parameter], machine: Machine) -> Segment:
@@ -135,12 +150,12 @@ class Reducer:
 
     Attributes:
         buckets: of the stage.
-        segments: the reduction of a bucket by its size.
+        segments: the reduction of a bucket by its kind.
     """
 
     machine: Machine
     buckets: Buckets
-    segments: dict[int, Segment]
+    segments: dict[BucketKind, Segment]
     _rows: list[tuple[Array, Array, Array]] = field(default_factory=list)
 
     def launches_s(self, run: int, count: int) -> Array | None:
@@ -148,7 +163,7 @@ class Reducer:
         if self.machine.cpu or not self.buckets.counts[run]:
             return None
         done = self.buckets.counts[run].items()
-        return np.asarray(sum(times * self.segments[size].host_s for size, times in done) / count)
+        return np.asarray(sum(times * self.segments[kind].host_s for kind, times in done) / count)
 
     def row_done(self, count: int, start_s: Array, end_s: Array, *, share: Array | float = 1.0) -> None:
         """A row of `count` equal layers ran; the backward is the last `share` of each one's time."""
@@ -162,18 +177,18 @@ class Reducer:
         times up to each bucket, end = S + max over the buckets so far of (complete - sum before).
         """
         at = self.buckets
-        if not at.sizes:
+        if not at.kinds:
             return
         start, each, backward = (np.stack(rows)[at.run] for rows in zip(*self._rows, strict=True))
         ready = start + (at.before + 1)[:, None] * each - (1 - at.fraction)[:, None] * backward
         ready[0] = np.maximum(ready[0], streams.now("dp"))
-        time = np.stack([self.segments[size].device_s for size in at.sizes])[at.size]
+        time = np.stack([self.segments[kind].device_s for kind in at.kinds])[at.kind]
         total = np.cumsum(time, axis=0)
         ends = total + np.maximum.accumulate(ready - (total - time), axis=0)
         streams.clocks["dp"] = ends[-1]
         streams.busy_s += float(total[-1, 0])
         for count in at.counts:
-            streams.ledger.beside.extend((self.segments[size], float(n)) for size, n in count.items())
+            streams.ledger.beside.extend((self.segments[kind], float(n)) for kind, n in count.items())
         if streams.record:
             pairs = zip(ends[:, 0] - time[:, 0], time[:, 0], strict=True)
             streams.spans.extend(Span("dp", LABEL, "dp", float(a), float(n)) for a, n in pairs)

@@ -49,6 +49,8 @@ def class_of(name: str) -> int | None:
         return CLASSES.index("link")
     if stem == "host":
         return CLASSES.index("host")
+    if stem == "imbalance":
+        return None  # of the data, not of a price
     return CLASSES.index("matmul" if stem in MATMUL_FAMILIES else "memory")
 
 

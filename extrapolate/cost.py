@@ -9,6 +9,7 @@ import numpy as np
 
 from llmprof.extrapolate.collective import CollectivePrices
 from llmprof.extrapolate.compute import OperatorPrices, OpPrice
+from llmprof.extrapolate.experts import IMBALANCE, IMBALANCE_SPREAD
 from llmprof.extrapolate.ledger import Call, Calls, add_into
 from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors
@@ -87,7 +88,10 @@ class Prices:
         cost = Cost()
         for op in ops:
             if not op.collective:
-                cost.add(self.operator(op.op, op.inputs, op.outputs, op.attributes), op.count)
+                price = self.operator(op.op, op.inputs, op.outputs, op.attributes)
+                cost.add(price, op.count)
+                if op.routed:
+                    cost.add(_imbalance(price.time_s), op.count)
                 if op.wrapped:
                     cost.host_s += op.count * self.wrapper_s
         return cost
@@ -112,6 +116,8 @@ class Prices:
             if op.collective:
                 axis = op.axis or "tp"
                 cost = self.collective(op.collective, op.message_bytes, axis, op.count)
+                if op.routed:
+                    cost.add(_imbalance(cost.nominal_s))
                 costs.setdefault(axis, Cost()).include(cost)
         return costs
 
@@ -137,3 +143,8 @@ class Prices:
             shape = (max(1, numel // calls),)
             cost.add(self.operator(op, (Tensor(shape, source),), (Tensor(shape, target),)), calls)
         return cost
+
+
+def _imbalance(time_s: float) -> OpPrice:
+    """What the rank with the most routed tokens needs beyond the mean."""
+    return OpPrice(IMBALANCE * time_s, IMBALANCE_SPREAD, "assumed", "imbalance")

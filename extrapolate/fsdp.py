@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmprof.extrapolate.cost import Cost, Prices
+from llmprof.extrapolate.groups import COMMON, EXPERTS, StateGroups
 from llmprof.extrapolate.ledger import Ledger
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.partition import Plan
@@ -45,20 +46,34 @@ def fsdp_unit(parameters: Sequence[Parameter], plan: Plan, machine: Machine) -> 
 
 
 def _unit_costs(parameters: Sequence[Parameter], plan: Plan, prices: Prices) -> dict[str, Cost]:
+    """Experts are gathered and scattered by themselves: fewer ranks hold the same."""
+    experts = [p for p in parameters if p.expert]
+    costs = _kind_costs([p for p in parameters if not p.expert], COMMON, plan, prices)
+    if experts:
+        for name, cost in _kind_costs(experts, EXPERTS, plan, prices).items():
+            costs[name].include(cost)
+    return costs
+
+
+def _kind_costs(
+    parameters: Sequence[Parameter], groups: StateGroups, plan: Plan, prices: Prices
+) -> dict[str, Cost]:
     numel = sum(p.numel for p in parameters)
-    shard = prices.group["shard"][0]
+    shard = prices.group[groups.shard][0]
     stored = parameters[0].dtype if parameters else "float32"
     working = plan.precision.working or stored
     local = -(-numel // shard)
     padded = local * shard
     gather = prices.copy("fsdp::all_gather_copy_in", local, source=stored, target=working)
-    reduce = prices.collective("reduce_scatter", padded * ITEM_BYTES.get(stored, 4), "shard")
+    reduce = prices.collective("reduce_scatter", padded * ITEM_BYTES.get(stored, 4), groups.shard)
     return {
-        "gather": gather.plus(prices.collective("all_gather", padded * ITEM_BYTES.get(working, 4), "shard")),
+        "gather": gather.plus(
+            prices.collective("all_gather", padded * ITEM_BYTES.get(working, 4), groups.shard)
+        ),
         "unpack": prices.copy("fsdp::split_with_sizes_copy", padded, source=working, target=working),
         "pack": prices.copy("fsdp::chunk_cat", padded, source=working, target=stored),
         "reduce": reduce.plus(
-            prices.collective("all_reduce", local * ITEM_BYTES.get(stored, 4), "replicate")
+            prices.collective("all_reduce", local * ITEM_BYTES.get(stored, 4), groups.replicate)
         ),
     }
 

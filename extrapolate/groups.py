@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
+
+
+class StateGroups(NamedTuple):
+    """Names of the groups that share parameters of one kind.
+
+    Attributes:
+        summed: ranks that sum gradients.
+        shard, replicate: its halves: ranks that divide state, and copies of that.
+    """
+
+    summed: str
+    shard: str
+    replicate: str
+
+
+COMMON = StateGroups("dp", "shard", "replicate")
+EXPERTS = StateGroups("expert_dp", "expert_shard", "expert_replicate")
 
 
 def axis_stride(layout: Layout, axis: str) -> int:
@@ -18,8 +36,8 @@ def axis_stride(layout: Layout, axis: str) -> int:
 def axis_groups(layout: Layout, cluster: Cluster) -> dict[str, tuple[int, int]]:
     """(group size, span in devices) by name.
 
-    "tp", "cp" and "pp"; "dp" are the ranks that sum gradients, with those of context parallelism; "shard" and "replicate"
-    are its halves.
+    "tp", "cp", "ep" and "pp"; "dp" are the ranks that sum gradients, with those of context parallelism; "shard" and
+    "replicate" are its halves. The names of EXPERTS are the same for the parameters of experts.
     """
     stride = axis_stride(layout, "dp")
     context = axis_stride(layout, "cp") * layout.cp
@@ -30,8 +48,31 @@ def axis_groups(layout: Layout, cluster: Cluster) -> dict[str, tuple[int, int]]:
         "shard": (layout.state_shards, max(stride * layout.dp_shard, context) if layout.zero else 1),
         "replicate": (layout.dp_replicate, stride * layout.dp),
         "pp": (layout.pp, axis_stride(layout, "pp") * layout.pp),
+        **_expert_groups(layout),
     }
     return {name: (size, _aligned_span(span, cluster, layout.gpus)) for name, (size, span) in sizes.items()}
+
+
+def _expert_groups(layout: Layout) -> dict[str, tuple[int, int]]:
+    """Groups among the ranks of dp x cp: expert-parallel neighbours innermost, unless the order puts dp inside ep."""
+    order = layout.order.split("-")
+    near, far = sorted(
+        (axis_stride(layout, axis), degree) for axis, degree in (("cp", layout.cp), ("dp", layout.dp))
+    )
+
+    def span(ranks: int) -> int:
+        """Devices from the first of so many neighbours among dp x cp to the last."""
+        return near[0] * ranks if ranks <= near[1] else far[0] * -(-ranks // near[1])
+
+    copies, shards = layout.expert_replicas, layout.expert_shards
+    inside = order.index("ep") < order.index("dp")
+    within = layout.ep if inside else 1
+    return {
+        "ep": (layout.ep, span(layout.ep if inside else layout.replicas)),
+        EXPERTS.summed: (copies, span(copies * within)),
+        EXPERTS.shard: (shards, span(shards * within)),
+        EXPERTS.replicate: (copies // shards, span(copies * within)),
+    }
 
 
 def boundary_span(layout: Layout, cluster: Cluster, boundary: int) -> int:

@@ -11,7 +11,7 @@ from llmprof.extrapolate.machine import Machine, Round, Segment, Stretch
 from llmprof.extrapolate.optimizer import fallback_ops, optimizer_ops
 from llmprof.extrapolate.partition import Plan
 from llmprof.extrapolate.schedule import SPLIT_BACKWARD
-from llmprof.extrapolate.work import LayerWork, Op
+from llmprof.extrapolate.work import LayerWork, Op, Shards
 from llmprof.schema.layout import Layout
 from llmprof.schema.operators import Tensor
 
@@ -39,6 +39,7 @@ class LayerKey(NamedTuple):
     sp: bool
     cp: int
     cp_kind: str
+    ep: int
     mb: int
     seq: int
     precision: str
@@ -46,12 +47,12 @@ class LayerKey(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, *, seq: int, precision: str) -> LayerKey:
         """The key of a layout at a sequence length (tokens) and compute dtype."""
-        return cls(layout.tp, layout.sp, layout.cp, layout.cp_kind, layout.mb, seq, precision)
+        return cls(layout.tp, layout.sp, layout.cp, layout.cp_kind, layout.ep, layout.mb, seq, precision)
 
     @property
-    def state(self) -> tuple[int, bool, str]:
+    def state(self) -> tuple[int, bool, int, str]:
         """What their parameters have in common."""
-        return self.tp, self.sp, self.precision
+        return self.tp, self.sp, self.ep, self.precision
 
 
 @dataclass(slots=True)
@@ -71,8 +72,9 @@ class LayerPricer:
 
     def _layer(self, layer: LayerWork, plan: Plan, machine: Machine, *, key: LayerKey) -> LayerSegments:
         layout, name = plan.layout, layer.name
-        group = tuple(machine.prices.group[axis] for axis in ("tp", "cp"))
-        sharded = (layout.zero, layout.state_shards, layout.pp == 1)
+        group = tuple(machine.prices.group[axis] for axis in ("tp", "cp", "ep"))
+        shards = Shards.of(layout)
+        sharded = (layout.zero, shards, layout.pp == 1)
         forward = self.once((key, name, group, "forward"), lambda: _forward(layer, machine))
         apart = layout.schedule in SPLIT_BACKWARD
         return LayerSegments(
@@ -92,7 +94,7 @@ class LayerPricer:
             if layout.accum > 1
             else None,
             optimizer=self.once(
-                (key.state, name, "optimizer", layout.zero == 3, layout.state_shards),
+                (key.state, name, "optimizer", layout.zero == 3, shards),
                 lambda: machine.segment({"optimizer": _optimizer(layer, plan, machine)}),
             ),
         )
@@ -177,11 +179,11 @@ def _accumulation(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     """Adding a microbatch's gradients to what is there, on the shard when gradients are sharded each time."""
     layout = plan.layout
     sharded = layout.zero == 2 or (layout.zero == 3 and layout.pp == 1)
-    shard = layout.state_shards if sharded else 1
+    shards = Shards.of(layout) if sharded else Shards(1, 1)
     cost = Cost()
     for parameter in layer.own_parameters:
         if parameter.trainable:
-            gradient = Tensor((-(-parameter.numel // shard),), parameter.dtype)
+            gradient = Tensor((-(-parameter.numel // shards.by(parameter)),), parameter.dtype)
             cost.add(machine.prices.operator("aten::add_", (gradient, gradient), (gradient,)))
     return cost
 
@@ -192,13 +194,13 @@ def groups_optimizer(plan: Plan, machine: Machine) -> bool:
 
 
 def _optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
-    shard = plan.layout.state_shards
-    ops = optimizer_ops(stage_optimizer(layer, plan), shard=shard, grouped=groups_optimizer(plan, machine))
+    shards, grouped = Shards.of(plan.layout), groups_optimizer(plan, machine)
+    ops = optimizer_ops(layer, stage_optimizer(layer, plan), shards=shards, grouped=grouped)
     if plan.layout.zero == 3 and plan.workload.implementation in TORCH_OPTIMIZERS:
         ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
     cost = machine.prices.compute(ops)
     if plan.precision.mixed and plan.layout.zero < 3:
-        numel = sum(-(-p.numel // shard) for p in layer.own_parameters)
+        numel = sum(-(-p.numel // shards.by(p)) for p in layer.own_parameters)
         working = plan.precision.activation
         cost = cost.plus(machine.prices.copy("aten::_to_copy", numel, source="float32", target=working))
     return cost

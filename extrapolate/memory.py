@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from llmprof.extrapolate.partition import Plan, held_bytes
 from llmprof.extrapolate.simulate import Array
 from llmprof.extrapolate.uncertainty import Factors, interval
-from llmprof.extrapolate.work import LayerWork, Parameter, parameter_bytes
+from llmprof.extrapolate.work import LayerWork, Parameter, Shards, parameter_bytes
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.operators import ITEM_BYTES
 from llmprof.schema.profile import Profile
@@ -132,15 +133,24 @@ def state_bytes(plan: Plan, stage: int) -> dict[str, int]:
     A narrower working copy beside float32 masters (mixed precision) counts as parameters, the masters as optimizer
     state; with zero=3 the sharded parameters are the masters and working copies exist only while gathered.
     """
+    shards = Shards.of(plan.layout)
+    common, routed = (
+        _state_of(plan, partial(held_bytes, plan, stage, experts=experts), shard)
+        for experts, shard in ((False, shards.common), (True, shards.experts))
+    )
+    return {category: size + routed[category] for category, size in common.items()}
+
+
+def _state_of(plan: Plan, held: Callable[..., int], shard: int) -> dict[str, int]:
+    """State of the parameters whose bytes `held` tells, divided over a number of ranks."""
     layout, optimizer = plan.layout, plan.workload.optimizer
-    slots = optimizer.state_slots * held_bytes(plan, stage, optimizer.state_dtype, trainable=True)
-    gradients, parameters = held_bytes(plan, stage, trainable=True), held_bytes(plan, stage)
-    shard = layout.state_shards
+    slots = optimizer.state_slots * held(optimizer.state_dtype, trainable=True)
+    gradients, parameters = held(trainable=True), held()
     if plan.precision.mixed and layout.zero < 3:
-        slots += held_bytes(plan, stage, "float32", trainable=True)
-        parameters = held_bytes(plan, stage, plan.precision.activation)
+        slots += held("float32", trainable=True)
+        parameters = held(plan.precision.activation)
     if layout.zero == 3 and layout.pp > 1:
-        gradients += held_bytes(plan, stage, plan.precision.activation, trainable=True) * shard
+        gradients += held(plan.precision.activation, trainable=True) * shard
     return {
         "parameters": _share(parameters, shard if layout.zero == 3 else 1),
         "gradients": _share(gradients, shard if layout.zero >= 2 else 1),

@@ -5,35 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmprof.extrapolate.work import LayerWork, Op
+from llmprof.extrapolate.work import LayerWork, Op, Shape, Shards
 from llmprof.schema.operators import Tensor, family, split_name
 
 
-def optimizer_ops(ops: Sequence[Op], *, shard: int, grouped: bool) -> tuple[Op, ...]:
+def optimizer_ops(layer: LayerWork, ops: Sequence[Op], *, shards: Shards, grouped: bool) -> tuple[Op, ...]:
     """Operators of an optimizer step on one rank.
 
     Args:
-        shard: ranks that share the state; dim 0 of every tensor is divided by it, rounded up.
+        layer: whose parameters they update.
+        shards: ranks that share the state; dim 0 of every tensor is divided by their number, rounded up.
         grouped: one launch over a list of tensors instead of one per tensor, as torch does by default on CUDA.
     """
-    local = tuple(_shard(op, shard) for op in ops)
+    local = tuple(_shard(op, shards, layer.expert_shapes) for op in ops)
     return _group(local) if grouped else local
 
 
-def _shard(op: Op, shard: int) -> Op:
-    if shard == 1:
+def _shard(op: Op, shards: Shards, experts: frozenset[Shape]) -> Op:
+    if shards == (1, 1):
         return op
-    return replace(
-        op,
-        inputs=tuple(_shard_tensor(t, shard) for t in op.inputs),
-        outputs=tuple(_shard_tensor(t, shard) for t in op.outputs),
-    )
+
+    def one(tensor: Tensor) -> Tensor:
+        if tensor.shape in experts:
+            return _shard_experts(tensor, shards.experts)
+        return _shard_dim(tensor, 0, shards.common) if tensor.shape else tensor
+
+    return replace(op, inputs=tuple(map(one, op.inputs)), outputs=tuple(map(one, op.outputs)))
 
 
-def _shard_tensor(tensor: Tensor, shard: int) -> Tensor:
-    if not tensor.shape:
-        return tensor
-    return tensor._replace(shape=(-(-tensor.shape[0] // shard), *tensor.shape[1:]))
+def _shard_dim(tensor: Tensor, dim: int, shard: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = -(-shape[dim] // shard)
+    return tensor._replace(shape=tuple(shape))
+
+
+def _shard_experts(tensor: Tensor, shard: int) -> Tensor:
+    """Fewer experts than ranks are divided along their next dimension."""
+    return _shard_dim(tensor, 0 if tensor.shape[0] % shard == 0 or len(tensor.shape) == 1 else 1, shard)
 
 
 def _group(ops: Sequence[Op]) -> tuple[Op, ...]:

@@ -8,6 +8,7 @@ from itertools import chain
 
 from llmprof.errors import WorkloadError
 from llmprof.extrapolate.context import divide_attention, held_messages_bytes, is_divided, local_sequence
+from llmprof.extrapolate.experts import check_experts, divide_experts
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.request import choose_class
 from llmprof.extrapolate.split import Names, split_stages
@@ -103,7 +104,9 @@ def evaluate_layers(
         precision=precision,
         dispatched=workload.implementation == "eager",
     )
-    return {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
+    layers = {spec.name: evaluate.layer(spec, _layer_trace(trace, spec)) for spec in workload.layers}
+    check_experts(layers.values(), layout)
+    return layers
 
 
 def _layer_trace(trace: ClassTrace, spec: LayerSpec) -> LayerTrace:
@@ -140,6 +143,14 @@ class _Evaluate:
             if not _is_bookkeeping(o)
             for op in self.ops(o, loss=spec.kind == "loss", wrapped=self.dispatched and distributed.wraps(o))
         ]
+        parameters = tuple(
+            Parameter(
+                name=p.name, shape=tuple(shape), dtype=p.dtype, trainable=p.trainable, tied_to=p.tied_to
+            )
+            for p, shape in zip(spec.parameters, locals_, strict=True)
+        )
+        if self.layout.ep > 1:
+            ops, parameters = divide_experts(ops, parameters, self.layout)
         backward = tuple(o for o in ops if o.phase.startswith("backward"))
         stored = "own" if spec.kind == "loss" else "activations"
         saved = self.tensors(tuple(trace.saved), stored)
@@ -152,12 +163,7 @@ class _Evaluate:
             forward=tuple(o for o in ops if o.phase == "forward"),
             backward=backward,
             optimizer=tuple(o for o in ops if o.phase == "optimizer"),
-            parameters=tuple(
-                Parameter(
-                    name=p.name, shape=tuple(shape), dtype=p.dtype, trainable=p.trainable, tied_to=p.tied_to
-                )
-                for p, shape in zip(spec.parameters, locals_, strict=True)
-            ),
+            parameters=parameters,
             saved_bytes=sum(size_bytes(t) for t in saved),
             boundary_bytes=sum(size_bytes(t) for t in boundary),
             temporary_bytes=sum(results[:2]) + held_messages_bytes(backward),
@@ -243,13 +249,17 @@ def _is_bookkeeping(spec: OpSpec) -> bool:
     return spec.op.startswith("profiler::") or (spec.op == "aten::detach" and spec.phase != "forward")
 
 
-def held_bytes(plan: Plan, stage: int, dtype: str = "", *, trainable: bool = False) -> int:
+def held_bytes(
+    plan: Plan, stage: int, dtype: str = "", *, trainable: bool = False, experts: bool | None = None
+) -> int:
     """Bytes of the parameters that a stage holds (see `Plan.stage_parameters`), or of the trainable ones alone.
 
     Args:
+        experts: True for those that are divided over expert-parallel ranks alone, False for the others, None for both.
         dtype: counted in this dtype; "" for their own.
     """
     return sum(
-        count * plan.layers[name].held_bytes(tied=stage > 0, dtype=dtype, trainable=trainable)
+        count * plan.layers[name].held_bytes(experts=kind, tied=stage > 0, dtype=dtype, trainable=trainable)
         for name, count in plan.stages[stage]
+        for kind in ((False, True) if experts is None else (experts,))
     )

@@ -34,7 +34,7 @@ def check_supported(layout: Layout, cluster: Cluster) -> None:
         LayoutError: with the part that is not supported, or the device arithmetic.
     """
     unsupported = (
-        (layout.ep > 1, f"expert parallelism (ep={layout.ep})", "leave ep out"),
+        (layout.etp not in (0, layout.tp), f"etp={layout.etp} with tp={layout.tp}", "leave etp out"),
         (layout.offload != "none", f"offload={layout.offload}", "leave offload out"),
         (layout.recompute == "selective", "recompute=selective", "use recompute=none or full"),
         (

@@ -6,18 +6,19 @@ from collections.abc import Iterable, Iterator
 
 from llmprof.extrapolate.compute import OpPrice
 from llmprof.extrapolate.forecast import COMMUNICATION_PARTS, Simulation, StageResult
+from llmprof.extrapolate.groups import COMMON, EXPERTS
 from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine
 from llmprof.extrapolate.optimizer import optimizer_ops
 from llmprof.extrapolate.partition import Plan
-from llmprof.extrapolate.work import LayerWork, Op
+from llmprof.extrapolate.work import LayerWork, Op, Shards
 from llmprof.schema.operators import bytes_moved, format_shapes
 from llmprof.schema.profile import PHASES, CollectiveRow, MemoryRow, OperatorRow, PhaseRow, SpanRow
 
 MAX_SPANS = 4000
 """Spans of one stage beyond which only the schedule's instructions are kept."""
-_AXES = {"shard": "dp", "replicate": "dp"}
+_AXES = {name: "dp" for name in (*COMMON, *EXPERTS)}
 NORMAL_IQR = 1.349
 
 
@@ -56,7 +57,7 @@ def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[Op, str, 
 
 def _optimizer(layer: LayerWork, plan: Plan, simulation: Simulation) -> tuple[Op, ...]:
     grouped = groups_optimizer(plan, simulation.machine)
-    return optimizer_ops(stage_optimizer(layer, plan), shard=plan.layout.state_shards, grouped=grouped)
+    return optimizer_ops(layer, stage_optimizer(layer, plan), shards=Shards.of(plan.layout), grouped=grouped)
 
 
 def _operator_row(

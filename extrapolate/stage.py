@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from llmprof.extrapolate.buckets import (
+    BucketKind,
     Reducer,
     bucket_copies,
     bucket_reduction,
@@ -18,6 +19,7 @@ from llmprof.extrapolate.buckets import (
 from llmprof.extrapolate.cost import Cost
 from llmprof.extrapolate.fsdp import Gatherer, Unit, fsdp_unit, run_equal, scatter
 from llmprof.extrapolate.graph import Kind
+from llmprof.extrapolate.groups import COMMON, EXPERTS
 from llmprof.extrapolate.layers import LayerPricer, LayerSegments
 from llmprof.extrapolate.ledger import Call
 from llmprof.extrapolate.machine import Machine, Segment, Stretch
@@ -256,8 +258,11 @@ class Chunk:
             machine.repeat(streams, self._stretch(name, "optimizer"), count)
         if layout.zero in (1, 2):
             working = self.plan.precision.activation if self.plan.precision.mixed else ""
-            size = held_bytes(self.plan, self.index, working)
-            segment = machine.segment({"dp": machine.prices.collective("all_gather", size, "shard")})
+            cost = Cost()
+            for groups, experts in ((COMMON, False), (EXPERTS, True)):
+                size = held_bytes(self.plan, self.index, working, experts=experts)
+                cost.include(machine.prices.collective("all_gather", size, groups.shard))
+            segment = machine.segment({"dp": cost})
             machine.run(streams, segment, "all_gather parameters", "communication")
         return machine.finish(streams)
 
@@ -272,17 +277,17 @@ class Chunk:
 
     def _reducer(self, order: Names) -> Reducer:
         buckets = stage_buckets(
-            tuple((tuple(map(gradient_bytes, self._trainable(name))), count) for name, count in order)
+            tuple((*gradient_bytes(self._trainable(name)), count) for name, count in order)
         )
         plan, machine, group = self.plan, self.machine, self.machine.prices.group
-        groups = (plan.layout.zero == 0, group["dp"], group["shard"], group["replicate"])
+        groups = (plan.layout.zero == 0, *(group[name] for name in (*COMMON, *EXPERTS)))
 
-        def reduction(size: int) -> Segment:
-            return machine.segment({"dp": bucket_reduction(size, plan, machine.prices)})
+        def reduction(kind: BucketKind) -> Segment:
+            return machine.segment({"dp": bucket_reduction(kind, plan, machine.prices)})
 
         segments = {
-            size: self.pricer.once(("bucket", size, groups), partial(reduction, size))
-            for size in buckets.sizes
+            kind: self.pricer.once(("bucket", kind, groups), partial(reduction, kind))
+            for kind in buckets.kinds
         }
         return Reducer(machine, buckets, segments)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
+from llmprof.schema.layout import Layout
 from llmprof.schema.operators import ITEM_BYTES, MATMUL_FAMILIES, Tensor, flops, size_bytes
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +18,7 @@ class Op:
 
     Attributes:
         wrapped: it acts on a distributed tensor (DTensor), which costs host time beyond the local operator.
+        routed: it acts on tokens that routers send to experts over ranks, of which one rank has more than others.
         round: operators and messages with the same number above 0 run beside each other, as often as they count; 0 runs
             in line.
     """
@@ -29,6 +34,7 @@ class Op:
     axis: str
     family: str
     wrapped: bool = False
+    routed: bool = False
     round: int = 0
 
     @property
@@ -45,13 +51,18 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of a layer: elements on one tensor-parallel rank, dtype as captured."""
+    """One parameter of a layer: elements on one rank before data parallelism, dtype as captured.
+
+    Attributes:
+        expert: it is divided over expert-parallel ranks, so fewer ranks hold the same.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     trainable: bool
     tied_to: str
+    expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -78,19 +89,21 @@ class LayerWork:
     saved_bytes: int
     boundary_bytes: int
     temporary_bytes: int
-    _sizes: dict[tuple[bool, str, bool], int] = field(default_factory=dict, compare=False, repr=False)
+    _sizes: dict[tuple[bool, bool, bool, str], int] = field(default_factory=dict, compare=False, repr=False)
 
-    def held_bytes(self, *, tied: bool, dtype: str, trainable: bool) -> int:
+    def held_bytes(self, *, experts: bool, tied: bool, dtype: str, trainable: bool) -> int:
         """Bytes of its parameters, in their own dtype or in the one given.
 
         Args:
+            experts: of those that are divided over expert-parallel ranks, else of the others.
             tied: with those that are ties to another layer's.
             trainable: of those that are trained alone.
         """
-        key = (tied, dtype, trainable)
+        key = (experts, tied, trainable, dtype)
         if key not in self._sizes:
             held = self.parameters if tied else self.own_parameters
-            self._sizes[key] = parameter_bytes(tuple(p for p in held if p.trainable or not trainable), dtype)
+            counted = (p for p in held if p.expert == experts and (p.trainable or not trainable))
+            self._sizes[key] = parameter_bytes(tuple(counted), dtype)
         return self._sizes[key]
 
     @property
@@ -99,9 +112,30 @@ class LayerWork:
         return sum(o.count * o.flops for o in (*self.forward, *self.backward) if o.family in MATMUL_FAMILIES)
 
     @property
+    def expert_shapes(self) -> frozenset[Shape]:
+        """Shapes of the parameters that are divided over expert-parallel ranks."""
+        return frozenset(p.shape for p in self.parameters if p.expert)
+
+    @property
     def own_parameters(self) -> tuple[Parameter, ...]:
         """Parameters that are not a tie to another layer's."""
         return tuple(p for p in self.parameters if not p.tied_to)
+
+
+class Shards(NamedTuple):
+    """Ranks over which state is divided: that of experts, and all other."""
+
+    common: int
+    experts: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> Shards:
+        """Those of a layout."""
+        return cls(layout.state_shards, layout.expert_shards)
+
+    def by(self, parameter: Parameter) -> int:
+        """Ranks that share a parameter's state."""
+        return self.experts if parameter.expert else self.common
 
 
 def parameter_bytes(parameters: tuple[Parameter, ...], dtype: str = "") -> int:

@@ -150,7 +150,7 @@ def test_replicated_work_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        ("dp=2,ep=2", "expert parallelism"),
+        ("dp=2,tp=2,etp=1", "etp=1 with tp=2"),
         ("pp=2,schedule=dualpipe", "schedule=dualpipe"),
         ("offload=optimizer", "offload=optimizer"),
         ("recompute=selective", "recompute=selective"),

@@ -154,6 +154,16 @@ class Layout:
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.ep
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which the state of experts is divided: those of a shard group that hold the same ones."""
+        return self.state_shards // self.ep if self.state_shards % self.ep == 0 else 1
+
+    @property
     def dp_replicate(self) -> int:
         """Replicas of the sharded state."""
         return self.dp // self.dp_shard
