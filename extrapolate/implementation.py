@@ -20,6 +20,7 @@ from llmprof.extrapolate.flow import Call, Value, kind_of, size_of, trace_flow
 from llmprof.extrapolate.merge import Merges, find_merges
 from llmprof.extrapolate.mirror import mirror
 from llmprof.extrapolate.regions import Region, is_relayout, partition, save
+from llmprof.extrapolate.routing import with_early_weights
 from llmprof.schema.workload import ClassTrace, LayerTrace, OpSpec, TensorSpec, Workload
 
 ATTENTION = ("flash", "math")
@@ -34,6 +35,7 @@ class Rules:
         merges: projections that share their input run as one matmul.
         leading: collectives gather and scatter the leading dimension: without copies around them, and of an activation
             gathered for a matmul the backward keeps the local shard.
+        early: experts weight their tokens before their last matmul, not after it.
         views: views cost host time; else they are compiled away.
         optimizer: how the optimizer launches, "" as traced.
     """
@@ -41,15 +43,16 @@ class Rules:
     sums: bool
     merges: bool
     leading: bool
+    early: bool
     views: bool
     optimizer: str
 
 
 IMPLEMENTATIONS: dict[str, Rules | None] = {
     "eager": None,
-    "compile": Rules(sums=False, merges=False, leading=False, views=False, optimizer=""),
-    "megatron": Rules(sums=True, merges=True, leading=True, views=True, optimizer="fused"),
-    "te": Rules(sums=True, merges=True, leading=True, views=True, optimizer="fused"),
+    "compile": Rules(sums=False, merges=False, leading=False, early=False, views=False, optimizer=""),
+    "megatron": Rules(sums=True, merges=True, leading=True, early=True, views=True, optimizer="fused"),
+    "te": Rules(sums=True, merges=True, leading=True, early=True, views=True, optimizer="fused"),
 }
 """By name. In 16 bit `te` moves the bytes of `megatron`: its norm writes what the matmul reads either way."""
 
@@ -96,6 +99,7 @@ def _rewrite_class(trace: ClassTrace, rules: Rules | None, attention: str) -> Cl
 
 
 def _rewrite(layer: LayerTrace, rules: Rules, *, by_batch: bool) -> LayerTrace:
+    layer = with_early_weights(layer) if rules.early else layer
     calls = trace_flow(layer.ops, by_batch=by_batch)
     regions = partition(calls, sums=rules.sums, softmax=rules.sums)
     kept = _saved(layer, calls, regions, rules)

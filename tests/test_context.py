@@ -234,7 +234,15 @@ def sending_s(simulation: Simulation) -> float:
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize(
-    "rest", ["pp=2,accum=4", "dp=2,zero=1", "dp=2,zero=3,accum=2", "tp=2,sp=1", "zero=3"]
+    "rest",
+    [
+        "pp=2,accum=4",
+        "pp=2,accum=4,schedule=zero-bubble",
+        "dp=2,zero=1",
+        "dp=2,zero=3,accum=2",
+        "tp=2,sp=1",
+        "zero=3",
+    ],
 )
 def test_parts_sum_to_the_step(kind: str, rest: str) -> None:
     found = forecaster(SHAPE, degrees=(2, True) if "tp" in rest else (1, False))

@@ -18,6 +18,7 @@ from llmprof.extrapolate.memory import state_bytes
 from llmprof.extrapolate.optimizer import optimizer_ops
 from llmprof.extrapolate.partition import Plan, partition
 from llmprof.extrapolate.precision import PrecisionRule
+from llmprof.extrapolate.routing import with_early_weights
 from llmprof.extrapolate.work import LayerWork, Op, Parameter, Shards
 from llmprof.schema.layout import Layout
 from llmprof.schema.model import ModelShape, parse_model
@@ -274,7 +275,7 @@ def test_who_sums_gradients() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=4,ep=2", "dp=4,ep=4,zero=1,accum=2", "dp=4,ep=2,zero=3", "dp=4,ep=2,pp=2,accum=4", "dp=4,ep=4,zero=3,shard=2",
+        "dp=4,ep=2", "dp=4,ep=4,zero=1,accum=2", "dp=4,ep=2,zero=3", "dp=4,ep=2,pp=2,accum=4", "dp=4,ep=2,pp=2,accum=4,schedule=zero-bubble", "dp=4,ep=4,zero=3,shard=2",
         "dp=2,ep=4,cp=2", "dp=2,ep=2,tp=2,sp=1,recompute=full", "dp=6,ep=3,zero=2,accum=2",
     ],
 )  # fmt: skip
@@ -298,3 +299,35 @@ def test_second_baseline_reduces_a_rank_s_own_experts() -> None:
 def test_parameters_say_who_shares_them() -> None:
     weight = Parameter(name="w", shape=(4, 2), dtype="float32", trainable=True, tied_to="", expert=True)
     assert Shards(8, 2).by(weight) == 2
+
+
+def test_megatron_weights_tokens_before_the_last_matmul() -> None:
+    plain = parse_model(
+        f"moe:layers=1,hidden={HIDDEN},ffn={WIDE},heads=12,kv_heads=6,vocab=480,seq={SEQ},experts=4,topk=2"
+    )
+    rows = SEQ * 2
+    layers = {name: reference_layer(plain, name) for name in ("compile", "megatron", "te")}
+    for name, layer in layers.items():
+        kept = [t.shape_at(1, SEQ) for t in layer.saved]
+        # the rows that experts read; where they are weighted after the last matmul its result, too
+        assert kept.count((rows, HIDDEN)) == (2 if name == "compile" else 1)
+    ops = layers["megatron"].ops
+    weighted = next(op for op in ops if op.op == "fused::elementwise" and op.module == "feed_forward.experts")
+    assert [t.shape_at(1, SEQ) for t in weighted.inputs] == [(rows, WIDE), (rows, WIDE), (rows,)]
+    gradient = next(
+        op for op in ops if op.op == "fused::elementwise_backward" and op.module == weighted.module
+    )
+    assert [t.shape_at(1, SEQ) for t in gradient.outputs] == [(rows, WIDE), (rows, WIDE), (rows,)]
+
+
+def reference_layer(shape: ModelShape, implementation: str) -> LayerTrace:
+    work = apply_implementation(reference_workload(shape), implementation)
+    return work.classes[0].layers["block0"]
+
+
+def test_experts_with_a_bias_are_weighted_as_traced() -> None:
+    shape = msgspec.structs.replace(SHAPE, bias=True)
+    trace = reference_workload(shape).classes[0].layers["block0"]
+    assert with_early_weights(trace) is trace
+    dense = reference_workload(parse_model("gpt:layers=1,hidden=96,heads=12,vocab=480,seq=32")).classes[0]
+    assert with_early_weights(dense.layers["block0"]) is dense.layers["block0"]

@@ -111,7 +111,7 @@ def _shared(case: Case) -> tuple[str, ...]:
 def _degrees(case: Case) -> tuple[int, ...]:
     """What layers are evaluated and priced for."""
     layout = case.alternatives[0].layout
-    return (layout.tp, layout.sp, layout.mb)
+    return (layout.tp, layout.sp, layout.cp, layout.ep, layout.mb)
 
 
 def _fit(cases: tuple[Case, ...]) -> _Fit:
