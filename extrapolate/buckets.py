@@ -65,7 +65,7 @@ def gradient_buckets(layers: Sequence[Sequence[int]]) -> Iterator[Bucket]:
         for size in reversed(sizes):
             filled += size
             done += size
-            at, fraction = index, done / total
+            at, fraction = index, done / total if total else 1.0
             if filled >= limit:
                 yield Bucket(size_bytes=filled, layer=at, fraction=fraction)
                 filled, limit = 0, BUCKET_BYTES

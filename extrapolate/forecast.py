@@ -23,7 +23,7 @@ from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import Plan, evaluate_layers, partition
 from llmprof.extrapolate.precision import choose_precision
-from llmprof.extrapolate.request import check_passes, check_positive, check_supported, resolve_batch
+from llmprof.extrapolate.request import check_asked, check_passes, check_supported, resolve_batch
 from llmprof.extrapolate.schedule import Pipeline
 from llmprof.extrapolate.simulate import Array, Pass, Span
 from llmprof.extrapolate.stage import Stage, equal_stages
@@ -164,7 +164,7 @@ class Forecaster:
         Raises:
             WorkloadError, LayoutError: see `llmprof.extrapolate.predict.predict`.
         """
-        check_positive(global_batch=global_batch, seq=seq)
+        check_asked(global_batch=global_batch, seq=seq)
         check_supported(layout, self.cluster)
         layout, batch_line = resolve_batch(layout, self._workload, global_batch)
         check_passes(layout)

@@ -17,7 +17,7 @@ from llmprof.extrapolate.calibration import Calibration
 from llmprof.extrapolate.compute import peak_flops
 from llmprof.extrapolate.economics import economics_assumptions, step_cost, step_energy_j
 from llmprof.extrapolate.forecast import Forecaster, Simulation
-from llmprof.extrapolate.request import check_positive
+from llmprof.extrapolate.request import check_asked
 from llmprof.extrapolate.rows import collective_rows, memory_rows, operator_rows, phase_rows, span_rows
 from llmprof.extrapolate.uncertainty import SPEC_SHEET_FRACTION, Interval, interval, widen
 from llmprof.schema.cluster import Cluster
@@ -63,7 +63,7 @@ def predict(
         WorkloadError: there is no workload, or it was not traced for what is asked.
         LayoutError: the layout does not multiply out, does not fit the cluster's size, or is not supported.
     """
-    check_positive(tokens=tokens)
+    check_asked(tokens=tokens)
     forecaster = Forecaster(profile, cluster, draws=draws, seed=seed, calibration=calibration)
     simulation = forecaster.simulate(layout, global_batch=global_batch, seq=seq, every_microbatch=True)
     forecast = forecast_object(profile, cluster, simulation, tokens=tokens)

@@ -9,22 +9,27 @@ from llmprof.errors import LayoutError, RequestError, WorkloadError
 from llmprof.extrapolate.schedule import ROUNDS, SCHEDULES, Pipeline, round_size
 from llmprof.schema.cluster import Cluster
 from llmprof.schema.layout import Layout
+from llmprof.schema.limits import MAX_COUNT
 from llmprof.schema.workload import ClassTrace, Workload
 
 MAX_REPLICATED_FLOPS = 0.05
 MAX_PASSES = 65_536
 """Virtual stages x microbatches of a step: each is simulated, and this many take some ten seconds."""
+MOST_ASKED = {"global_batch": MAX_COUNT, "seq": MAX_COUNT, "tokens": 1e24}
+"""Sequences of a step, tokens of a sequence, tokens of a run: more would not be told apart as floats, or overflow."""
 
 
-def check_positive(**values: float | None) -> None:
-    """Refuse zero and negative numbers; None is not given.
+def check_asked(**values: float | None) -> None:
+    """Refuse numbers that are not above 0, or beyond MOST_ASKED; None is not given.
 
     Raises:
-        RequestError: with the name and the value.
+        RequestError: with the name and the rule.
     """
     for name, value in values.items():
-        if value is not None and value <= 0:
-            raise RequestError(f"{name}={value:g} is not positive", hint=f"give {name} above 0")
+        if value is not None and not value > 0:
+            raise RequestError(f"{name}={value} is not positive", hint=f"give {name} above 0")
+        if value is not None and value > MOST_ASKED[name]:
+            raise RequestError(f"{name} is more than the {MOST_ASKED[name]:g} that are forecast")
 
 
 def check_supported(layout: Layout, cluster: Cluster) -> None:

@@ -298,4 +298,6 @@ def test_priors_are_positive_and_name_their_source() -> None:
     numbers = {f for f in priors.__struct_fields__ if isinstance(getattr(priors, f), float)}
     assert numbers == set(priors.sources)
     assert priors.link("nccl", "infiniband") != priors.link("nccl", "nvlink") == priors.link("nccl")
+    assert all(priors.link("nccl", name) == priors.links["nccl:network"] for name in priors.networks)
+    assert priors.link("gloo", "ethernet") == priors.link("gloo")
     assert priors.link("rccl") == priors.links["default"]

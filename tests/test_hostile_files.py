@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from llmprof.cli import main
+from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.store import save_workload
 from tests.profiles import workload
 
@@ -107,3 +109,34 @@ def test_a_message_does_not_repeat_all_that_was_typed(
     assert main([*arguments, *(["--json"] if as_json else [])]) == 2
     printed = capsys.readouterr()
     assert len(printed.out + printed.err) < 2500 and "unknown key" in printed.out + printed.err
+
+
+def test_an_empty_parameter_is_no_fault(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(file.read_text())
+    for shape in (layer := content["classes"][0]["layers"]["block0"])["parameters"]:
+        shape[0] = 0
+    assert layer["parameters"]
+    file.write_text(json.dumps(content))
+    assert main(["forecast", str(file), "--cluster", "8xH100-SXM", "--layout", "dp=8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"]["p50"] > 0
+
+
+@pytest.mark.parametrize(
+    "option", [["--seq", "1" + "0" * 300], ["--global-batch", "8" * 400], ["--tokens", "1e300"]]
+)
+def test_numbers_beyond_any_run(option: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["forecast", str(file), "--cluster", "8xH100-SXM", "--layout", "dp=8", *option]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "more than the" in printed.err
+
+
+def test_a_name_in_a_file_cannot_command_the_terminal(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = json.loads(msgspec.json.encode(load_cluster("8xH100-SXM")))
+    cluster["device"]["name"] = cluster["price"]["source"] = "H100\x1b[31m\x9b31m"
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    asked = ["forecast", str(file), "--cluster", str(tmp_path / "cluster.json"), "--layout", "dp=8"]
+    assert main(asked) == 0 and main([*asked, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "H100" in printed and not set("\x1b\x9b") & set(printed)

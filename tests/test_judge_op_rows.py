@@ -61,7 +61,8 @@ def test_bytes_of_what_only_moves(row: dict[str, str], moved: int) -> None:
     [
         ({"qc": "below 2 us"}, "qc: below 2 us"),
         ({"dtype": "int3"}, "unknown dtype: int3"),
-        ({"op": "moe_layer"}, "not an operator that is priced: moe_layer"),
+        ({"op": "kfac_inversion_block"}, "not an operator that is priced: kfac_inversion_block"),
+        ({"op": "moe_layer"}, "holds collectives on links that are not stated: moe_layer"),
         ({"m": ""}, "empty cell: m"),
     ],
 )
@@ -211,3 +212,20 @@ def test_sizes_of_a_block_that_contradict_each_other() -> None:
     }  # fmt: skip
     with pytest.raises(Reject, match="sizes contradict each other"):
         read_calls(row)
+
+
+@pytest.mark.parametrize(
+    ("op", "work"),
+    [
+        # factors of 4 layers h x h and of both layers of the MLP: n x n over 48 tokens, n = 64 ten times, 128 twice
+        ("kfac_curvature_block", 2 * 48 * (10 * 64**2 + 2 * 128**2)),
+        # out x out x in and out x in x in for each of the six layers
+        ("kfac_precondition_block", 2 * (4 * 2 * 64**3 + 2 * (128**2 * 64 + 128 * 64**2))),
+    ],
+)
+def test_matmuls_of_kronecker_factors(op: str, work: int) -> None:
+    row = {
+        "op": op, "phase": "any", "dtype": "fp32", "qc": "ok", "heads": "4",
+        "shape": "one bert-base block, batch 3 x seq 16, hidden 64, ffn 128",
+    }  # fmt: skip
+    assert sum(flops(*call) for call in read_calls(row)) == work

@@ -280,6 +280,9 @@ def test_request_that_cannot_be_answered() -> None:
     bare = msgspec.structs.replace(profile(), workload=None)
     with pytest.raises(WorkloadError, match="no workload"):
         predict(bare, Layout(), cpu_cluster())
+    for asked in ({"seq": 10**400}, {"global_batch": 10**300}, {"tokens": 1e300}, {"tokens": float("inf")}):
+        with pytest.raises(RequestError, match=r"is more than the 1e\+(09|24) that are forecast"):
+            predict(profile(), Layout(dp=2), cpu_cluster(), **asked)
     with pytest.raises(RequestError, match="seq=0 is not positive"):
         predict(profile(), Layout(), cpu_cluster(), seq=0)
     with pytest.raises(LayoutError, match="not the global batch of 7"):

@@ -15,6 +15,7 @@ from llmprof.errors import RequestError, RunError
 from llmprof.report.breakdown import break_down, group_operators
 from llmprof.report.chrome import chrome_trace
 from llmprof.report.steps import choose_steps, rank_weights, slowest_per_step
+from llmprof.report.terminal import SafeConsole
 from llmprof.report.text import Bar, Elided, show_text
 from llmprof.report.units import (
     bytes_text,
@@ -285,6 +286,24 @@ def test_top_limits_rows_and_says_how_many_there_are() -> None:
 def test_a_long_module_name_does_not_break_the_table() -> None:
     name = ".".join(["a_rather_long_module_name"] * 8)
     text = render(msgspec.structs.replace(measured(), operators=(operator(0, module=name),)))
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("as_terminal", [False, True])
+def test_names_cannot_command_the_terminal(as_terminal: bool) -> None:
+    stream = io.StringIO()
+    console = SafeConsole(
+        file=stream, width=80, highlight=False, force_terminal=as_terminal, color_system=None
+    )
+    name = "aten::mm\x1b[2J\x1b]0;title\x07\x9b31m\u202e\nforged line"
+    profile = msgspec.structs.replace(measured(), operators=(msgspec.structs.replace(operator(0), op=name),))
+    profile = replace_manifest(profile, name="run\x1b[8m", warnings=("careful\x1b[8m",))
+    breakdown = break_down(profile)
+    groups = group_operators(breakdown, by="op")
+    console.print(show_text(breakdown, groups, [], by="op", top=10))
+    text = stream.getvalue()
+    assert not set("\x1b\x07\x9b\u202e") & set(text)
+    assert "mm[2J]0;title31m forged line" in text and "careful[8m" in text
     assert max(len(line) for line in text.splitlines()) <= 80
 
 

@@ -10,6 +10,9 @@ import msgspec
 if TYPE_CHECKING:
     from rich.console import Console
 
+_ESCAPED = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+"""Characters that some terminals obey and JSON lets through as they are; those below are always escaped."""
+
 
 def print_json(value: Any) -> None:
     """Print one object on stdout; what is not a finite number becomes null, what is not text a question mark."""
@@ -17,7 +20,7 @@ def print_json(value: Any) -> None:
         encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:  # a path of bytes that are not UTF-8
         encoded = msgspec.json.encode(_printable(msgspec.to_builtins(value)))
-    sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+    sys.stdout.write(msgspec.json.format(encoded, indent=2).decode().translate(_ESCAPED) + "\n")
     sys.stdout.flush()
 
 
@@ -31,10 +34,10 @@ def _printable(value: Any) -> Any:
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; it writes plain text when that is no terminal."""
-    from rich.console import Console
+    from llmprof.report.terminal import SafeConsole
 
     _never_fail_to_encode(sys.stderr if stderr else sys.stdout)
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    return SafeConsole(stderr=stderr, highlight=False, emoji=False, markup=False)
 
 
 def _never_fail_to_encode(stream: TextIO | None) -> None:

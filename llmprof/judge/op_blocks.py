@@ -1,4 +1,4 @@
-"""One block of a published transformer becomes its operator calls, from the same reference decoder that forecasts use."""
+"""One block of a published transformer, or K-FAC's matmuls for it, becomes operator calls, as forecasts make them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmprof.errors import WorkloadError
 from llmprof.extrapolate.baselines import tensors_at
 from llmprof.extrapolate.implementation import apply_implementation
 from llmprof.judge.cells import Reject
-from llmprof.judge.op_calls import OpCall
+from llmprof.judge.op_calls import OpCall, Product, product
 from llmprof.judge.op_shapes import Block
 from llmprof.schema.model import ModelShape
 from llmprof.schema.reference import reference_workload
@@ -42,6 +42,25 @@ def block_calls(block: Block, *, heads: int, dtype: str, phases: tuple[str, ...]
         if op.phase in phases
         for _ in range(op.count)
     ]
+
+
+def curvature_calls(block: Block, *, dtype: str) -> list[OpCall]:
+    """The Kronecker factors of a block's linear layers: inputs x inputs and gradients x gradients over all tokens."""
+    tokens = block.batch * block.seq
+    return [product(Product(n, n, tokens), dtype) for layer in _linears(block) for n in layer]
+
+
+def precondition_calls(block: Block, *, dtype: str) -> list[OpCall]:
+    """The gradient of each linear layer between the inverses of its two Kronecker factors."""
+    return [
+        product(Product(out, columns, k), dtype) for columns, out in _linears(block) for k in (out, columns)
+    ]
+
+
+def _linears(block: Block) -> list[tuple[int, int]]:
+    """Inputs and outputs of query, key, value, attention output, and the two layers of the MLP."""
+    h, ffn = block.hidden, block.ffn
+    return [*[(h, h)] * 4, (h, ffn), (ffn, h)]
 
 
 @lru_cache(maxsize=64)

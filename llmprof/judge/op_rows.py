@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from llmprof.judge import op_calls
 from llmprof.judge.cells import Reject, Row, flag, required, text, whole
-from llmprof.judge.op_blocks import block_calls
+from llmprof.judge.op_blocks import block_calls, curvature_calls, precondition_calls
 from llmprof.judge.op_calls import OpCall, Product, chain, gradients, product
 from llmprof.judge.op_shapes import Block, Fields, Matrix, Traced, Vocabulary, read_shape_cell
 from llmprof.judge.op_traces import TRACED
@@ -211,11 +211,21 @@ def _adam(row: Row, phase: str, dtype: str) -> list[OpCall]:
 
 
 def _block(row: Row, phase: str, dtype: str) -> list[OpCall]:
-    cell = read_shape_cell(text(row, "shape"))
-    if not isinstance(cell, Block):
-        raise Reject("shape is not read: transformer_block", defect=True)
+    cell = _block_cell(row)
     phases = {"fwd": ("forward",), "bwd": ("backward_input", "backward_weight")}.get(phase, ())
     return block_calls(cell, heads=required(row, "heads"), dtype=dtype, phases=phases)
+
+
+def _block_cell(row: Row) -> Block:
+    cell = read_shape_cell(text(row, "shape"))
+    if not isinstance(cell, Block):
+        raise Reject(f"shape is not read: {text(row, 'op')}", defect=True)
+    return cell
+
+
+def _moe_layer(row: Row, phase: str, dtype: str) -> list[OpCall]:
+    """One device's time in a layer of experts holds its exchanges with the others, whose links no cell names."""
+    raise Reject("holds collectives on links that are not stated: moe_layer", defect=True)
 
 
 ADAPTERS: Mapping[str, Adapter] = {
@@ -243,5 +253,8 @@ ADAPTERS: Mapping[str, Adapter] = {
     "rope": _rope,
     "adam_step": _adam,
     "transformer_block": _block,
+    "kfac_curvature_block": lambda row, _, dtype: curvature_calls(_block_cell(row), dtype=dtype),
+    "kfac_precondition_block": lambda row, _, dtype: precondition_calls(_block_cell(row), dtype=dtype),
+    "moe_layer": _moe_layer,
 }
 """How a row of an operator is read; operators of a traced step with their own shapes are in `op_traces`."""

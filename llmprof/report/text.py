@@ -53,7 +53,7 @@ class Elided:
     """A name that loses its middle where it does not fit: both the start and the end of a name tell it apart."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text = " ".join(text.split())
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(16, len(self.text)), len(self.text)).clamp(max_width=options.max_width)

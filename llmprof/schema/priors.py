@@ -75,7 +75,8 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         cpu_gap_us: host time between two operators on a CPU; `cpu_gap_spread` of its logarithm.
         mfu: of a run about which nothing is known.
         families: by operator family; "default" for the rest.
-        links: by collective library, or by library and link level ("nccl:infiniband").
+        networks: names of link levels between nodes.
+        links: by collective library, or by library and link level ("nccl:nvlink", "nccl:network" for all networks).
         calibration: what prices of a class, or whole steps, err by together.
         source: one short phrase for a list of assumptions.
     """
@@ -88,6 +89,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_gap_us: float
     cpu_gap_spread: float
     mfu: float
+    networks: tuple[str, ...]
     families: dict[str, FamilyPrior]
     links: dict[str, LinkPrior]
     calibration: CalibrationPrior
@@ -99,8 +101,9 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.families.get(name, self.families["default"])
 
     def link(self, backend: str, level: str = "") -> LinkPrior:
-        """The prior of a collective library on a link level: "nccl:infiniband", else "nccl", else the default."""
-        return self.links.get(f"{backend}:{level}") or self.links.get(backend) or self.links["default"]
+        """The prior of a collective library on a link level: its own, else of any network, of the library, the default."""
+        names = (f"{backend}:{level}", f"{backend}:network" if level in self.networks else "", backend)
+        return next((self.links[name] for name in names if name in self.links), self.links["default"])
 
 
 @lru_cache(maxsize=1)
