@@ -14,8 +14,9 @@ from math import prod
 from typing import NamedTuple
 
 from llmprof.errors import WorkloadError
-from llmprof.extrapolate.compute import is_same_device, peak_flops
+from llmprof.extrapolate.compute import is_same_device
 from llmprof.extrapolate.experts import experts_of
+from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.precision import choose_precision
 from llmprof.schema.cluster import Cluster, Device
 from llmprof.schema.layout import Layout

@@ -8,13 +8,12 @@ with the efficiencies of `llmprof.schema.priors`. Rows measured on one device pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import NamedTuple
 
-from llmprof.errors import ClusterError
 from llmprof.extrapolate.curves import LONE_SPREAD, Work
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
+from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.surface import Call
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
@@ -163,10 +162,22 @@ class OperatorPrices:
             # without shapes (a fill, say) other sizes cannot be told apart
             evidence, spread = ("measured", exact.spread) if shapes else ("interpolated", LONE_SPREAD)
             return OpPrice(exact.time_s, spread, evidence, kind, (f"{op} {shapes} {dtype}",), gap_s)
-        matmul = kind in MATMUL_FAMILIES
+        return self.nearby(op, inputs, outputs, attributes)
+
+    def nearby(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        attributes: frozenset[str] = frozenset(),
+    ) -> OpPrice:
+        """Cost of one call by what was measured of its operator, also where the call itself was measured."""
+        kind, gap_s = family(op), self._launch_s(op)
+        dtype = inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
         near = self._measured.interpolate(op, kind, dtype, _call(op, inputs, attributes))
         if near is not None:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
+        matmul = kind in MATMUL_FAMILIES
         work = Work(flops(op, inputs, outputs, attributes) if matmul else 0, bytes_moved(op, inputs, outputs))
         time_s, spread = self.roofline(kind, dtype, work)
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
@@ -190,30 +201,3 @@ def _call(op: str, inputs: Sequence[Tensor], attributes: frozenset[str]) -> Call
     kind = family(op)
     work = Work(flops(op, inputs, (), attributes) if kind in MATMUL_FAMILIES else 0, bytes_moved(op, inputs))
     return Call(call_sizes(kind, op, inputs), attributes, work)
-
-
-def peak_flops(device: Device, dtype: str) -> float:
-    """Dense peak of a dtype; one that the device does not list runs at the rate of the next wider one listed.
-
-    Raises:
-        ClusterError: no listed dtype can stand in.
-    """
-    for candidate in (dtype, *_WIDER.get(dtype, ()), "float32"):
-        if candidate in device.peak_flops:
-            return device.peak_flops[candidate]
-    best = max(device.peak_flops.values(), default=-inf)
-    if best <= 0:
-        raise ClusterError(
-            f"device {device.name!r} lists no peak for {dtype}",
-            hint="add it to peak_flops in its description",
-        )
-    return best
-
-
-_WIDER = {
-    "float8": ("bfloat16", "float16"),
-    "float8_e4m3fn": ("float8", "bfloat16", "float16"),
-    "float8_e5m2": ("float8", "bfloat16", "float16"),
-    "bfloat16": ("float16",),
-    "float16": ("bfloat16",),
-}

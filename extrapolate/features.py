@@ -14,6 +14,12 @@ from llmprof.schema.operators import Tensor
 Array = NDArray[np.float64]
 TILES = ((128, 128), (256, 128), (64, 64))
 """Rows and columns of the result that one compute unit works out at a time: common tiles of matmul kernels."""
+CHOICE = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 64), (64, 256), (256, 128), (128, 256))
+"""Tiles from which matmul libraries choose."""
+REUSE = 32.0
+"""Operands are loaded once for each tile: a side of so many rows or columns takes twice the time. Assumed."""
+QUERY_BLOCK = 128
+"""Queries that one compute unit works on at a time: common in attention kernels."""
 ALIGNED = 7
 """Sizes are aligned to powers of two up to this one."""
 _LARGEST = 40.0
@@ -27,10 +33,12 @@ class Sizes(NamedTuple):
         kind: "product" (batch, m, n, k), "attention" (batch x heads, the same of keys, tokens of queries, of keys, width),
             or "other" (rows, columns of its first tensors; elements and number of a list of tensors).
         logs: base-2 logarithms of the sizes.
+        tensors: number of a list of tensors, 1 where there is none.
     """
 
     kind: str
     logs: tuple[float, ...]
+    tensors: int = 1
 
 
 def call_sizes(family: str, op: str, inputs: Sequence[Tensor]) -> Sizes:
@@ -44,7 +52,8 @@ def call_sizes(family: str, op: str, inputs: Sequence[Tensor]) -> Sizes:
         if len(operands) >= 2 and all(len(t.shape) == 4 for t in operands[:2]):
             (batch, heads, tokens, width), (_, kv_heads, kv_tokens, _) = (t.shape for t in operands[:2])
             return Sizes("attention", _logs(batch * heads, batch * kv_heads, tokens, kv_tokens, width))
-    return Sizes("other", _others(inputs))
+    first = inputs[0].group if inputs else 0
+    return Sizes("other", _others(inputs), sum(1 for t in inputs if t.group == first) if first else 1)
 
 
 def _product(inputs: Sequence[Tensor]) -> tuple[float, ...] | None:
@@ -95,6 +104,36 @@ def fill_features(logs: Array, units: int | None) -> Array:
     columns = [0.5 * np.minimum(np.log2(size & -size), ALIGNED) for size in whole[1:]]
     if units:
         for high, wide in TILES:
-            tiles = batch * np.ceil(m / high) * np.ceil(n / wide)
-            columns.append(np.log2(np.ceil(tiles / units) * units / tiles))
+            columns.append(_idle(batch * np.ceil(m / high) * np.ceil(n / wide), units))
     return np.column_stack(columns)
+
+
+def attention_features(logs: Array, units: int | None) -> Array:
+    """How well blocks of queries fill the units of a device, shape (n, 1 or 0): as of products.
+
+    Args:
+        logs: of (batch x heads, the same of keys, tokens of queries, of keys, width), shape (n, 5).
+    """
+    if not units:
+        return np.zeros((len(logs), 0))
+    heads, _, tokens, *_ = np.exp2(logs).round().T
+    return _idle(heads * np.ceil(tokens / QUERY_BLOCK), units)[:, None]
+
+
+def _idle(tiles: Array, units: int) -> Array:
+    """Base-2 logarithm of the units' time over that of the tiles."""
+    return np.asarray(np.log2(np.ceil(tiles / units) * units / tiles))
+
+
+def tile_waste(logs: Array, units: int | None) -> Array:
+    """Natural logarithm of the least time of a product over the choice of tile, relative to full waves of 128 x 128.
+
+    waves x units x area / (batch m n), times what a tile of that size loads again; shape (n,), 0 where `units` is None.
+    """
+    if not units:
+        return np.zeros(len(logs))
+    batch, m, n, _ = np.exp2(logs).round().T
+    rows, columns = np.array(CHOICE, dtype=float).T[:, :, None]
+    waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) / units)
+    found = waves * units * rows * columns / (batch * m * n) * (1.0 + REUSE * (1.0 / rows + 1.0 / columns))
+    return np.asarray(np.log(found.min(axis=0) / (1.0 + 2.0 * REUSE / 128)))

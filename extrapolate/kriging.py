@@ -1,38 +1,45 @@
 """What measured rows differ by from a form, carried to rows nearby: a Gaussian process over their features.
 
-Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006: exponential covariances (4.18 with gamma = 1; smoother ones
-carry trends of the rows beyond them), one length for each feature, chosen by the probability of each row given all
-others (5.10 to 5.12).
+Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006. The covariance is a smooth part, for trends (4.9), and a
+rough one, for kernels that a library switches between (4.18 with gamma = 1), on one distance with a length for each
+feature. Lengths and variances are those of the highest marginal likelihood (5.9), with wide priors.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-LENGTHS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Distances, in units of the features, over which rows resemble each other."""
-NOISE = (1e-3, 1e-2, 1e-1)
-"""Share of a row's variance that no other row has."""
-_FACTORS = (0.25, 0.5, 2.0, 4.0)
-_EXACT = 1e-12
-"""Variance of values that a form meets exactly."""
-_SAMPLE = 160
-"""Rows by which the covariance is chosen."""
 MOST_ROWS = 1500
+_SAMPLE = 160
+"""Rows by which the covariance is chosen: the cost grows with their third power."""
+_FEWEST_TO_CHOOSE = 8
+"""With fewer rows the covariance is the middle of its prior, and no value is better than the rows predict each other."""
+_MOVES = 30
+_LENGTH, _LENGTH_SPREAD = 1.0, 1.2
+"""Prior of the logarithm of a length, in standard deviations of its feature: assumed."""
+_VARIANCES, _VARIANCE_SPREAD = (0.03, 0.01, 3e-4), 2.0
+"""Prior of the smooth part, the rough part and the noise of a row: assumed."""
+_STEEP = 2.0
+"""By how much faster the rough part falls with distance."""
+_LEAST_UNIT = 0.05
+"""Features that vary by less than this are not stretched further."""
 _AT_ONCE = 2048
 _NEAREST = 12
 """Rows that tell how uncertain a value is."""
+_SMALL_SAMPLE = 10.0
+_Q80 = 1.2816
 
 
 class _Choice(NamedTuple):
-    """A covariance: lengths by feature, and noise."""
+    """A covariance: a length for each feature, shape (features,), and the variances of its parts and of the noise."""
 
-    lengths: tuple[float, ...]
+    lengths: Array
+    smooth: float
+    rough: float
     noise: float
 
 
@@ -54,24 +61,28 @@ class Kriging:
     """Values at points, from values at others.
 
     Args:
-        points: features, shape (n, features); no feature is the same everywhere.
+        points: features, shape (n, features).
         values: shape (n,), around 0.
     """
 
     def __init__(self, points: Array, values: Array) -> None:
         order = self._order = np.random.default_rng(0).permutation(len(values))[:MOST_ROWS]
-        self._points, self._mean = points[order], float(np.median(values))
-        centered = values[order] - self._mean
-        sample = slice(0, _SAMPLE)
-        self._choice = _choose(self._points[sample], centered[sample])
-        covariance = _covariance(self._points, self._points, self._choice)
-        errors, shares, self._weights = _left_out(covariance, centered, self._choice.noise)
-        self._among = covariance + self._choice.noise * np.eye(len(centered))
-        self._variance = float(np.mean(errors**2 / shares))
+        self._unit, self._mean = np.maximum(points.std(axis=0), _LEAST_UNIT), float(np.median(values))
+        self._points, centered = points[order] / self._unit, values[order] - self._mean
+        self._choice = _choose(self._points[:_SAMPLE], centered[:_SAMPLE])
+        among = _covariance(self._points, self._points, self._choice)
+        among[np.diag_indices_from(among)] += self._choice.noise
+        inverse = np.linalg.inv(among)
+        self._among, self._weights = among, inverse @ centered
+        errors = self._weights / np.diag(inverse)
+        self._scale = _scale(errors * np.sqrt(np.diag(inverse)))
+        few = len(values) < _FEWEST_TO_CHOOSE
+        self._least = float(np.sqrt(np.mean(errors**2))) if few else 0.0
 
     def at(self, points: Array) -> Array:
         """Most probable values, shape (m,), at points of shape (m, features)."""
-        return np.asarray(_covariance(points, self._points, self._choice) @ self._weights + self._mean)
+        near = _covariance(points / self._unit, self._points, self._choice)
+        return np.asarray(near @ self._weights + self._mean)
 
     def look(self, points: Array) -> Look:
         """Values at points of shape (m, features), with what is known of them."""
@@ -79,7 +90,7 @@ class Kriging:
         return Look(*map(np.concatenate, zip(*looks, strict=True)))
 
     def _look(self, points: Array) -> Look:
-        near = _covariance(points, self._points, self._choice)
+        near = _covariance(points / self._unit, self._points, self._choice)
         values = near @ self._weights + self._mean
         count = min(_NEAREST, near.shape[1])
         nearest = np.argpartition(-near, count - 1, axis=1)[:, :count]
@@ -88,46 +99,80 @@ class Kriging:
         nearest, close = np.take_along_axis(nearest, order, axis=1), np.take_along_axis(close, order, axis=1)
         among = self._among[nearest[:, :, None], nearest[:, None, :]]
         explained = (close * np.linalg.solve(among, close[:, :, None])[:, :, 0]).sum(axis=1)
-        variance = self._variance * np.maximum(1.0 + self._choice.noise - explained, 0.0)
-        return Look(values, np.sqrt(variance), self._order[nearest])
+        choice = self._choice
+        unknown = np.maximum(choice.smooth + choice.rough + choice.noise - explained, choice.noise)
+        spreads = np.maximum(self._scale * np.sqrt(unknown), self._least)
+        return Look(values, spreads, self._order[nearest])
+
+
+def _scale(errors: Array) -> float:
+    """Factor on expected errors with which 80 % of the left-out ones lie inside 80 % intervals.
+
+    Args:
+        errors: of each row, given all others, in expected standard deviations, shape (n,).
+    """
+    found = max(float(np.quantile(np.abs(errors), 0.8)) / _Q80, 0.1)
+    # few rows can show that errors are larger than expected, but not that they are smaller
+    certainty = len(errors) / (len(errors) + (1.0 if found > 1 else _SMALL_SAMPLE))
+    return float(found**certainty)
 
 
 def _choose(points: Array, values: Array) -> _Choice:
-    """The covariance under which the rows are most probable, each given the others: a grid, then feature by feature."""
-    squares = np.square(points[:, None, :] - points[None, :, :])
+    """The most probable covariance: resilient steps along the slope of its logarithm."""
     features = points.shape[1]
+    start = np.concatenate([np.full(features, _LENGTH), np.log(_VARIANCES)])
+    if len(values) < _FEWEST_TO_CHOOSE:
+        return _choice(start)
+    at, step, last = start, np.full(len(start), 0.2), np.zeros(len(start))
+    best, least = start, np.inf
+    for _ in range(_MOVES):
+        found, slope = _surprise(points, values, at)
+        if found < least:
+            best, least = at, found
+        same = np.sign(slope * last)
+        step = np.clip(step * np.where(same > 0, 1.3, np.where(same < 0, 0.5, 1.0)), 1e-3, 0.8)
+        at, last = np.clip(at - np.sign(slope) * step, -12.0, 6.0), slope
+    return _choice(best)
 
-    def surprise(choice: _Choice) -> float:
-        distance = np.sqrt(squares @ (1.0 / np.square(choice.lengths)))
-        errors, shares, _ = _left_out(np.exp(-distance), values, choice.noise)
-        return float(np.mean(np.log(shares * (np.mean(errors**2 / shares) + _EXACT))))
 
-    grid = [_Choice((length,) * features, noise) for length, noise in product(LENGTHS, NOISE)]
-    least, best = min((surprise(choice), i) for i, choice in enumerate(grid))
-    chosen = grid[best]
-    for feature in range(features):
-        for factor in _FACTORS:
-            lengths = list(chosen.lengths)
-            lengths[feature] *= factor
-            other = chosen._replace(lengths=tuple(lengths))
-            found = surprise(other)
-            if found < least:
-                least, chosen = found, other
-    return chosen
+def _choice(logs: Array) -> _Choice:
+    smooth, rough, noise = (float(v) for v in np.exp(logs[-3:]))
+    return _Choice(np.exp(logs[:-3]), smooth, rough, noise)
+
+
+def _surprise(points: Array, values: Array, logs: Array) -> tuple[float, Array]:
+    """Negative logarithm of the probability, and its slope along the logarithms of lengths and variances."""
+    choice = _choice(logs)
+    scaled = points / choice.lengths
+    squares = _squares(scaled, scaled)
+    distance = np.sqrt(squares)
+    smooth, rough = choice.smooth * np.exp(-0.5 * squares), choice.rough * np.exp(-_STEEP * distance)
+    matrix = smooth + rough + choice.noise * np.eye(len(values))
+    inverse = np.linalg.inv(matrix)
+    weights = inverse @ values
+    outer = 0.5 * (inverse - np.outer(weights, weights))
+    pull = outer * (smooth + rough * _STEEP / distance)
+    np.fill_diagonal(pull, 0.0)
+    slope = np.empty(len(logs))
+    # the sum over pairs of pull x squared difference of each feature, without the differences
+    slope[:-3] = 2.0 * (pull.sum(axis=1) @ scaled**2 - (scaled * (pull @ scaled)).sum(axis=0))
+    slope[-3:] = (outer * smooth).sum(), (outer * rough).sum(), np.trace(outer) * choice.noise
+    middle = np.concatenate([np.full(len(logs) - 3, _LENGTH), np.log(_VARIANCES)])
+    spread = np.concatenate([np.full(len(logs) - 3, _LENGTH_SPREAD), np.full(3, _VARIANCE_SPREAD)])
+    off = (logs - middle) / spread
+    found = 0.5 * (values @ weights + np.linalg.slogdet(matrix)[1] + off @ off)
+    return float(found), slope + off / spread
 
 
 def _covariance(some: Array, others: Array, choice: _Choice) -> Array:
-    """Shape (m, n) of points of shapes (m, features) and (n, features)."""
-    a, b = some / choice.lengths, others / choice.lengths
-    squares = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2.0 * a @ b.T
-    return np.asarray(np.exp(-np.sqrt(np.maximum(squares, 0.0))))
+    """Shape (m, n) of points of shapes (m, features) and (n, features), without noise."""
+    squares = _squares(some / choice.lengths, others / choice.lengths)
+    return np.asarray(
+        choice.smooth * np.exp(-0.5 * squares) + choice.rough * np.exp(-_STEEP * np.sqrt(squares))
+    )
 
 
-def _left_out(covariance: Array, values: Array, noise: float) -> tuple[Array, Array, Array]:
-    """Errors of each value from all others, their variances (up to a common factor), and the weights of the rows."""
-    matrix = covariance.copy()
-    matrix[np.diag_indices_from(matrix)] += noise
-    inverse = np.linalg.inv(matrix)
-    weights = inverse @ values
-    diagonal = np.diag(inverse)
-    return weights / diagonal, 1.0 / diagonal, weights
+def _squares(a: Array, b: Array) -> Array:
+    """Squared distances, shape (m, n); never quite 0, so that their roots have a slope."""
+    found = np.square(a).sum(axis=1)[:, None] + np.square(b).sum(axis=1) - 2.0 * a @ b.T
+    return np.asarray(np.maximum(found, 0.0) + 1e-12)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD, Curve, Estimate, Measured, Work
 from llmprof.extrapolate.features import call_sizes
-from llmprof.extrapolate.surface import FEWEST_ROWS, Call, Surface, Timed
+from llmprof.extrapolate.surface import Call, Surface, Timed
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import MATMUL_FAMILIES, parse_shapes, split_name
 from llmprof.schema.profile import OperatorRow, Profile
@@ -97,8 +97,9 @@ class MeasuredOperators:
             groups = self._grouped.get((name, dtype), {}).values()
             rows = [row for row in map(_timed, groups) if row and row.call.sizes.kind == kind]
             by_flops = all(row.call.work.flops > 0 for row in rows)
-            fits = len(rows) >= FEWEST_ROWS
-            self._surfaces[key] = Surface(rows, by_flops=by_flops, device=self._device) if fits else None
+            self._surfaces[key] = (
+                Surface(rows, by_flops=by_flops, device=self._device, dtype=dtype) if rows else None
+            )
         return self._surfaces[key]
 
     def _curve(self, name: str, dtype: str) -> Curve | None:
@@ -135,7 +136,21 @@ def _merge(
     for row in rows:
         name = row.op if strict else _bare(row.op)
         groups[name, row.shapes, row.dtype, row.attributes].append(row)
-    return {key: Estimate(_mean_s(group), _spread(group, drift)) for key, group in groups.items()}
+    noise = _repeat_noise(groups.values())
+    return {
+        key: Estimate(_mean_s(group), _spread(group, drift, noise.get(_bare(key[0]), 0.0)))
+        for key, group in groups.items()
+    }
+
+
+def _repeat_noise(groups: Iterable[list[OperatorRow]]) -> dict[str, float]:
+    """By how much rows of one key disagree, by bare name: standard deviation of the logarithm."""
+    variances: dict[str, list[float]] = defaultdict(list)
+    for rows in groups:
+        if len(rows) > 1:
+            logs = [log(r.time_us) for r in rows]
+            variances[_bare(rows[0].op)].append(float(np.var(logs, ddof=1)))
+    return {name: min(MAX_SPREAD, sqrt(sum(found) / len(found))) for name, found in variances.items()}
 
 
 def _mean_s(rows: list[OperatorRow]) -> float:
@@ -152,12 +167,17 @@ def _mean_s(rows: list[OperatorRow]) -> float:
     return float(np.average(np.clip(times, middle / OUTLIER, middle * OUTLIER), weights=weights))
 
 
-def _spread(rows: list[OperatorRow], drift: float) -> float:
-    """Spread of a mean of medians: their standard error, their disagreement, and the drift that all share."""
+def _spread(rows: list[OperatorRow], drift: float, noise: float) -> float:
+    """Spread of a mean of medians: their standard error, their disagreement, and the drift that all share.
+
+    A single row shows no disagreement: it gets the `noise` of other keys of its operator.
+    """
     center = _mean_s(rows) * 1e6
     errors = [MEDIAN_ERROR * r.time_iqr_us / NORMAL_IQR / r.time_us / sqrt(max(r.time_n, 1)) for r in rows]
     apart = [log(r.time_us / center) for r in rows]
     variance = sum(e**2 + a**2 for e, a in zip(errors, apart, strict=True)) / len(rows) ** 2
+    if len(rows) == 1:
+        variance += noise**2
     return min(MAX_SPREAD, sqrt(variance + drift**2))
 
 

@@ -14,9 +14,9 @@ from llmprof.extrapolate.baselines import (
     second_baseline_step_time_s,
 )
 from llmprof.extrapolate.calibration import Calibration
-from llmprof.extrapolate.compute import peak_flops
 from llmprof.extrapolate.economics import economics_assumptions, step_cost, step_energy_j
 from llmprof.extrapolate.forecast import Forecaster, Simulation
+from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.request import check_asked
 from llmprof.extrapolate.rows import collective_rows, memory_rows, operator_rows, phase_rows, span_rows
 from llmprof.extrapolate.uncertainty import SPEC_SHEET_FRACTION, Interval, interval, widen

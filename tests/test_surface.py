@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log2
+from math import log, log2
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmprof.extrapolate.curves import Work
-from llmprof.extrapolate.features import Sizes, call_sizes, fill_features
-from llmprof.extrapolate.kriging import Kriging
+from llmprof.extrapolate.features import Sizes, call_sizes, fill_features, tile_waste
+from llmprof.extrapolate.kriging import Kriging, _surprise
 from llmprof.extrapolate.saturation import Rows, fit_saturation
 from llmprof.extrapolate.surface import Call, Surface, Timed
 from llmprof.schema.devices import find_device
@@ -61,7 +61,10 @@ def made_up(count: int, seed: int = 0) -> tuple[Rows, np.ndarray]:
     """Products with a floor of 5 us, 100 TFLOP/s, 1 TB/s, half of the rate at m = 64."""
     logs = np.random.default_rng(seed).uniform(5, 13, (count, 3))
     m, n, k = np.exp2(logs).T
-    rows = Rows(logs=logs, flops=2 * m * n * k, bytes=2 * (m * k + k * n), cached=np.zeros(count))
+    rows = Rows(
+        logs=logs, flops=2 * m * n * k, bytes=2 * (m * k + k * n), cached=np.zeros(count), waste=np.zeros(count),
+        tensors=np.ones(count),
+    )  # fmt: skip
     compute, memory = rows.flops / 1e14 * (1 + 64 / m), rows.bytes / 1e12
     return rows, 5e-6 + (compute**4 + memory**4) ** 0.25
 
@@ -75,6 +78,8 @@ def test_the_form_is_found_again_and_holds_for_larger_sizes() -> None:
         flops=np.array([2.0**46]),
         bytes=np.array([2.0**32]),
         cached=np.zeros(1),
+        waste=np.zeros(1),
+        tensors=np.ones(1),
     )
     assert form.seconds(larger)[0] == pytest.approx(2.0**46 / 1e14 * (1 + 64 / 2**15), rel=0.05)
 
@@ -82,7 +87,9 @@ def test_the_form_is_found_again_and_holds_for_larger_sizes() -> None:
 def test_traffic_beyond_the_cache_is_slower() -> None:
     bytes_ = np.geomspace(1e6, 1e9, 60)
     cached = 1 / (1 + np.square(bytes_ / 40e6))
-    rows = Rows(logs=np.zeros((60, 1)), flops=np.ones(60), bytes=bytes_, cached=cached)
+    rows = Rows(
+        logs=np.zeros((60, 1)), flops=np.ones(60), bytes=bytes_, cached=cached, waste=np.zeros(60), tensors=np.ones(60),
+    )  # fmt: skip
     times_s = 2e-6 + bytes_ / 1e12 * (1 - (1 - 1 / 1.5) * cached)
     form = fit_saturation(rows, times_s, by_flops=False)
     np.testing.assert_allclose(form.seconds(rows), times_s, rtol=0.02)
@@ -102,12 +109,41 @@ def test_kriging_meets_its_rows_returns_to_the_middle_and_knows_less_far_away() 
 
 
 def test_an_exact_covariance_by_hand() -> None:
-    # two rows a distance d apart with covariance e = exp(-d / length): the weights solve (1 + noise) w1 + e w2 = y1, ...
+    # two rows: with covariance a of each with itself, e with the other, the weights solve (a + noise) w1 + e w2 = y1, ...
     found = Kriging(np.array([[0.0], [1.0]]), np.array([-0.1, 0.1]))
-    (length,), noise = found._choice.lengths, found._choice.noise
-    e = np.exp(-1 / length)
-    weight = 0.1 / (1 + noise - e)
-    assert found.at(np.array([[1.0]]))[0] == pytest.approx(weight * (1 - e))
+    (length,), smooth, rough, noise = found._choice
+    distance = 1 / found._unit[0] / length
+    e = smooth * np.exp(-0.5 * distance**2) + rough * np.exp(-2 * distance)
+    weight = 0.1 / (smooth + rough + noise - e)
+    assert found.at(np.array([[1.0]]))[0] == pytest.approx(weight * (smooth + rough - e), rel=1e-4)
+
+
+def test_slope_of_the_likelihood_is_its_difference() -> None:
+    rng = np.random.default_rng(1)
+    points, values = rng.normal(size=(20, 3)), rng.normal(size=20) * 0.1
+    place = np.array([0.5, 1.0, 0.2, -3.0, -4.0, -6.0])
+    _, slope = _surprise(points, values, place)
+    for i, step in enumerate(1e-5 * np.eye(len(place))):
+        ahead, behind = (_surprise(points, values, place + s)[0] for s in (step, -step))
+        assert slope[i] == pytest.approx((ahead - behind) / 2e-5, rel=1e-4, abs=1e-6)
+
+
+def test_most_of_made_up_rows_lie_in_their_intervals() -> None:
+    """80 % intervals of rows left out of noisy ones hold about 80 % of them."""
+    rng = np.random.default_rng(2)
+    points = rng.uniform(0, 6, (300, 2))
+    values = 0.3 * np.sin(points[:, 0]) + 0.05 * rng.normal(size=300)
+    look = Kriging(points[:150], values[:150]).look(points[150:])
+    inside = np.abs(look.values - values[150:]) <= 1.2816 * look.spreads
+    assert 0.7 < inside.mean() < 0.9
+
+
+def test_tiles_waste_what_the_last_wave_leaves_idle() -> None:
+    # 10 x 10 tiles of 128 x 128 are one full wave of 100 units, one more row starts a second one
+    full, over = tile_waste(np.log2([[1, 1280, 1280, 64], [1, 1281, 1280, 64]]), 100)
+    assert full <= 0.0
+    assert over > full + log(1.2)
+    assert tile_waste(np.log2([[1, 1281, 1280, 64]]), None).tolist() == [0.0]
 
 
 def surface(count: int = 60) -> tuple[Surface, Rows, np.ndarray, list[Call]]:
@@ -133,20 +169,20 @@ def test_rows_are_met_and_name_themselves() -> None:
 def test_far_outside_the_rows_the_spread_grows() -> None:
     found, _, _, calls = surface()
     huge = Call(Sizes("product", (0.0, 20.0, 20.0, 20.0)), frozenset(), Work(2**61, 2**42))
-    assert found.estimate(huge).spread > max(0.3, found.estimate(calls[0]).spread)
+    assert found.estimate(huge).spread > 2 * found.estimate(calls[0]).spread
 
 
 def test_equal_sizes_leave_the_form_alone() -> None:
     call = Call(Sizes("other", (4.0, 4.0, 0.0, 0.0)), frozenset(), Work(0, 1024))
     found = Surface([Timed(call, t, "row") for t in (1e-6, 2e-6, 3e-6)], by_flops=False)
-    assert found.estimate(call).time_s == pytest.approx(2e-6, rel=0.05)
+    assert found.estimate(call).time_s == pytest.approx(2e-6, rel=0.15)
 
 
 @settings(deadline=None, max_examples=25)
 @given(
     rows=st.lists(
         st.tuples(st.floats(0, 16), st.floats(0, 16), st.sampled_from(["", "causal"]), st.floats(1e-7, 10.0)),
-        min_size=6,
+        min_size=1,
         max_size=20,
     ),
     asked=st.tuples(st.floats(0, 24), st.floats(0, 24)),
@@ -160,4 +196,4 @@ def test_any_rows_give_finite_times(
 
     found = Surface([Timed(call(a, b, said), t, "row") for a, b, said, t in rows], by_flops=False)
     price = found.estimate(call(*asked))
-    assert 0 < price.time_s < np.inf and 0.02 <= price.spread <= 1.2
+    assert 0 < price.time_s < np.inf and 0.005 <= price.spread <= 1.2

@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.compute import OperatorPrices, peak_flops
+from llmprof.extrapolate.compute import OperatorPrices
 from llmprof.extrapolate.measured import MEDIAN_ERROR, NORMAL_IQR
+from llmprof.extrapolate.peaks import peak_flops
 from llmprof.judge.cells import Reject, text
 from llmprof.judge.op_calls import OpCall
 from llmprof.judge.op_rows import read_calls
@@ -19,7 +20,7 @@ from llmprof.judge.splits import Fit
 from llmprof.judge.table import Table
 from llmprof.schema.cluster import Device
 from llmprof.schema.devices import find_device
-from llmprof.schema.operators import MATMUL_FAMILIES, bytes_moved, family, flops, format_shapes
+from llmprof.schema.operators import MATMUL_FAMILIES, bytes_moved, family, flops, format_shapes, size_bytes
 from llmprof.schema.priors import load_priors
 from llmprof.schema.profile import Manifest, OperatorRow, Profile, SourceRow
 
@@ -27,6 +28,9 @@ RESOLUTIONS_US = {"vidur_compute": 1.0, "estimate_train_time_ops": 0.2, "neusigh
 """Smallest step of a source's clock, where its times show one (microseconds)."""
 EAGER = "eager"
 """In the cell `framework`: the host launched one operator after another while the clock ran."""
+
+_ROUNDS = 3
+"""How often the time of a sum is shared out."""
 
 
 class _Share(NamedTuple):
@@ -109,10 +113,12 @@ def _dtype(call: OpCall) -> str:
 
 
 def _whole(row: dict[str, str], calls: tuple[OpCall, ...]) -> OpCall:
-    operand = calls[0].inputs[:1]
-    return OpCall(
-        f"fused::{text(row, 'op')}{'_backward' if text(row, 'phase') == 'bwd' else ''}", operand, operand
-    )
+    """One operator that moves as many bytes as the chain: it reads the chain's first operand so many times."""
+    operand = calls[0].inputs[0]
+    moved = sum(bytes_moved(*call[:3]) for call in calls)
+    reads = max(1, round(moved / max(1, size_bytes(operand))) - 1)
+    name = f"fused::{text(row, 'op')}{'_backward' if text(row, 'phase') == 'bwd' else ''}"
+    return OpCall(name, (operand,) * reads, (operand,))
 
 
 def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[_Share, ...]:
@@ -130,19 +136,10 @@ def _assumed_prices(name: str) -> OperatorPrices:
 
 
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
-    measured: dict[str, list[OperatorRow]] = defaultdict(list)
-    for item in fitted:
-        measured[item.work.device.name].extend(_measured(item))
-    prices: dict[str, OperatorPrices] = {}
+    prices = _fitted_prices(fitted)
     for item in asked:
-        device = item.work.device
-        if device.name not in prices:
-            rows = measured[device.name]
-            prices[device.name] = (
-                OperatorPrices(_profile(device, rows), device, same_device=True)
-                if rows
-                else _assumed_prices(device.name)
-            )
+        name = item.work.device.name
+        prices.setdefault(name, _assumed_prices(name))
     wholes = {(item.work.device.name, item.work.whole.op) for item in fitted if item.work.whole}
     calls: list[tuple[OpCall, ...]] = []
     for item in asked:
@@ -155,6 +152,31 @@ def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, f
         _calls_price(of, prices[item.work.device.name], launched=item.work.launched)
         for item, of in zip(asked, calls, strict=True)
     ]
+
+
+def _fitted_prices(fitted: Sequence[Item]) -> dict[str, OperatorPrices]:
+    """Prices by device; sums are shared out by assumed prices first, then by what these prices say of the parts."""
+    shares = {item.index: item.work.shares for item in fitted}
+    sums = [item for item in fitted if len(item.work.calls) > 1 and item.work.whole is None]
+    for _ in range(_ROUNDS if sums else 1):
+        measured: dict[str, list[OperatorRow]] = defaultdict(list)
+        for item in fitted:
+            measured[item.work.device.name].extend(_measured(item, shares[item.index]))
+        devices = {item.work.device.name: item.work.device for item in fitted}
+        prices = {
+            name: OperatorPrices(_profile(device, measured[name]), device, same_device=True)
+            for name, device in devices.items()
+        }
+        for name, own in prices.items():
+            own.prepare(c for item in sums if item.work.device.name == name for c in item.work.calls)
+        for item in sums:
+            parts = [prices[item.work.device.name].nearby(*call).time_s for call in item.work.calls]
+            total = sum(parts)
+            shares[item.index] = tuple(
+                share._replace(part=part / total if total else 0.0)
+                for share, part in zip(item.work.shares, parts, strict=True)
+            )
+    return prices
 
 
 def _calls_price(calls: Sequence[OpCall], prices: OperatorPrices, *, launched: bool) -> tuple[float, float]:
@@ -176,11 +198,11 @@ def _profile(device: Device, rows: Sequence[OperatorRow]) -> Profile:
     return Profile(manifest=Manifest(name="table"), operators=tuple(rows), sources=(source,))
 
 
-def _measured(item: Item) -> Iterator[OperatorRow]:
+def _measured(item: Item, shares: tuple[_Share, ...]) -> Iterator[OperatorRow]:
     """Rows as a capture writes them: it sees the inputs of a call, not its outputs."""
     work: _Work = item.work
     whole = [(work.whole, _Share(1.0, 0.0))] if work.whole else None
-    for call, share in whole or zip(work.calls, work.shares, strict=True):
+    for call, share in whole or zip(work.calls, shares, strict=True):
         time_us = item.time_us * share.part
         yield OperatorRow(
             rank=0,
