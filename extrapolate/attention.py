@@ -6,8 +6,35 @@ from functools import partial
 
 import msgspec
 
-from llmprof.schema.operators import family
+from llmprof.schema.operators import family, split_name
 from llmprof.schema.workload import Dim, LayerTrace, OpSpec, Poly, TensorSpec
+
+FIRST, NATIVE = "first", "native"
+"""Attributes of a fused kernel: the first FlashAttention, and one written for the very generation of the device."""
+_NATIVE_NAMES = ("cudnn", "flash_attn_3", "flash_attn3", "flash_attention_3")
+
+
+def attention_kernel(op: str, attributes: frozenset[str]) -> str:
+    """Class of a fused attention kernel: FIRST, NATIVE, or "" for the usual one (FlashAttention-2 and its like)."""
+    if FIRST in attributes:
+        return FIRST
+    name = op.lower()
+    return NATIVE if NATIVE in attributes or any(part in name for part in _NATIVE_NAMES) else ""
+
+
+def attention_prior(op: str, kernel: str) -> str:
+    """Name of the prior of a fused attention kernel: of its class and direction."""
+    stem = "attention:first" if kernel == FIRST else "attention"
+    return f"{stem}:backward" if "backward" in split_name(op)[1] else stem
+
+
+def with_kernel(layer: LayerTrace, kernel: str) -> LayerTrace:
+    """Fused attention kernels marked as FIRST or NATIVE."""
+    ops = (
+        msgspec.structs.replace(op, attributes=(*op.attributes, kernel)) if family(op.op) == "attention" else op
+        for op in layer.ops
+    )
+    return msgspec.structs.replace(layer, ops=tuple(ops))
 
 
 def with_math_attention(layer: LayerTrace) -> LayerTrace:

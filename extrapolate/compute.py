@@ -13,6 +13,7 @@ from typing import NamedTuple
 from llmprof.extrapolate.curves import LONE_SPREAD, Work
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
+from llmprof.extrapolate.attention import NATIVE, attention_kernel, attention_prior
 from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.surface import Call
 from llmprof.schema.cluster import Device
@@ -179,20 +180,27 @@ class OperatorPrices:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
         matmul = kind in MATMUL_FAMILIES
         work = Work(flops(op, inputs, outputs, attributes) if matmul else 0, bytes_moved(op, inputs, outputs))
-        time_s, spread = self.roofline(kind, dtype, work)
+        time_s, spread = self.roofline(op, dtype, work, attributes)
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
 
-    def roofline(self, kind: str, dtype: str, work: Work) -> tuple[float, float]:
+    def roofline(
+        self, op: str, dtype: str, work: Work, attributes: frozenset[str] = frozenset()
+    ) -> tuple[float, float]:
         """Launch floor plus the slower of arithmetic and memory, and the spread of the efficiency behind it.
 
         time = floor + max(flops / (e peak), bytes / (e_bw bandwidth)); on a CPU the floor is that of a CPU kernel.
         """
-        prior = self._priors.family(kind)
+        kind = family(op)
+        prior, share = self._priors.family(kind), 1.0
+        if kind == "attention":
+            kernel = attention_kernel(op, attributes)
+            prior = self._priors.family(attention_prior(op, kernel))
+            share = 1.0 if kernel == NATIVE else self.device.older_kernels_share or 1.0
         floor_s = (self._priors.cpu_floor_us if self.device.kind == "cpu" else self._priors.floor_us) * 1e-6
         memory_s = work.bytes / (prior.bandwidth_efficiency * self.device.bandwidth_bytes_per_s)
         compute_s = 0.0
         if work.flops:
-            compute_s = work.flops / (prior.flops_efficiency * peak_flops(self.device, dtype))
+            compute_s = work.flops / (prior.flops_efficiency * share * peak_flops(self.device, dtype))
         return floor_s + max(compute_s, memory_s), prior.spread
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from llmprof.errors import WorkloadError
-from llmprof.extrapolate.attention import with_math_attention
+from llmprof.extrapolate.attention import FIRST, NATIVE, with_kernel, with_math_attention
 from llmprof.extrapolate.flow import Call, Value, kind_of, size_of, trace_flow
 from llmprof.extrapolate.merge import Merges, find_merges
 from llmprof.extrapolate.mirror import mirror
@@ -23,7 +23,7 @@ from llmprof.extrapolate.regions import Region, is_relayout, partition, save
 from llmprof.extrapolate.routing import with_early_weights
 from llmprof.schema.workload import ClassTrace, LayerTrace, OpSpec, TensorSpec, Workload
 
-ATTENTION = ("flash", "math")
+ATTENTION = ("flash", "first", "math")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,7 @@ class Rules:
             gathered for a matmul the backward keeps the local shard.
         early: experts weight their tokens before their last matmul, not after it.
         views: views cost host time; else they are compiled away.
+        native: attention kernels are written for the device's own generation.
         optimizer: how the optimizer launches, "" as traced.
     """
 
@@ -45,14 +46,15 @@ class Rules:
     leading: bool
     early: bool
     views: bool
+    native: bool
     optimizer: str
 
 
 IMPLEMENTATIONS: dict[str, Rules | None] = {
     "eager": None,
-    "compile": Rules(sums=False, merges=False, leading=False, early=False, views=False, optimizer=""),
-    "megatron": Rules(sums=True, merges=True, leading=True, early=True, views=True, optimizer="fused"),
-    "te": Rules(sums=True, merges=True, leading=True, early=True, views=True, optimizer="fused"),
+    "compile": Rules(sums=False, merges=False, leading=False, early=False, views=False, native=False, optimizer=""),
+    "megatron": Rules(sums=True, merges=True, leading=True, early=True, views=True, native=False, optimizer="fused"),
+    "te": Rules(sums=True, merges=True, leading=True, early=True, views=True, native=True, optimizer="fused"),
 }
 """By name. In 16 bit `te` moves the bytes of `megatron`: its norm writes what the matmul reads either way."""
 
@@ -63,7 +65,8 @@ def apply_implementation(workload: Workload, name: str, *, attention: str = "fla
     Args:
         workload: traced in eager mode.
         name: one of IMPLEMENTATIONS.
-        attention: "flash" keeps the traced kernel, "math" writes scores of sequence x sequence out.
+        attention: "flash" keeps the traced kernel, "first" takes the first FlashAttention for it, "math" writes scores
+            of sequence x sequence out.
 
     Raises:
         WorkloadError: an unknown name, or a workload that is of another implementation already.
@@ -93,9 +96,17 @@ def _rewrite_class(trace: ClassTrace, rules: Rules | None, attention: str) -> Cl
     by_batch = trace.batch is None
     layers = {}
     for name, layer in trace.layers.items():
-        changed = with_math_attention(layer) if attention == "math" else layer
+        changed = _with_attention(layer, attention, native=rules is not None and rules.native)
         layers[name] = changed if rules is None else _rewrite(changed, rules, by_batch=by_batch)
     return msgspec.structs.replace(trace, layers=layers)
+
+
+def _with_attention(layer: LayerTrace, attention: str, *, native: bool) -> LayerTrace:
+    if attention == "math":
+        return with_math_attention(layer)
+    if attention == "first":
+        return with_kernel(layer, FIRST)
+    return with_kernel(layer, NATIVE) if native else layer
 
 
 def _rewrite(layer: LayerTrace, rules: Rules, *, by_batch: bool) -> LayerTrace:

@@ -19,6 +19,7 @@ class Conventions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         match: regular expression on its name, any case.
         implementation: a profile of `llmprof.extrapolate.implementation`.
+        kernels: profiles of runs whose notes name a kernel, by regular expression on the notes.
         zero_stage, sequence_parallel, recompute: weights of the values of a cell that is empty; {} for those of the
             default.
         source: where that is published, and what is assumed.
@@ -26,6 +27,7 @@ class Conventions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     match: str = ""
     implementation: str
+    kernels: dict[str, str] = {}
     zero_stage: dict[str, float] = {}
     sequence_parallel: dict[str, float] = {}
     recompute: dict[str, float] = {}
@@ -62,7 +64,9 @@ def conventions(framework: str) -> Conventions:
 
 def implementation_of(row: Row) -> str:
     """The implementation profile of a row's run: as its framework is programmed, or as torch.compile fuses it."""
-    found = conventions(text(row, "framework")).implementation
+    usual, notes = conventions(text(row, "framework")), text(row, "notes")
+    noted = (name for kernel, name in usual.kernels.items() if re.search(kernel, notes, re.IGNORECASE))
+    found = next(noted, usual.implementation)
     if found == "eager" and flag(row, "compile"):
         return "compile"
     te = found == "megatron" and (

@@ -151,7 +151,7 @@ def _read(row: Row) -> Case:
     if problem:
         raise Reject(f"not supported yet: {problem}", defect=True)
     implementation = implementation_of(row)
-    attention = "math" if text(row, "flash_attention") == "0" else "flash"
+    attention = {"0": "math", "1": "first"}.get(text(row, "flash_attention"), "flash")
     return Case(
         row_id=text(row, "row_id"),
         shape=shape,

@@ -19,6 +19,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         power_w: board power limit.
         compute_units: streaming multiprocessors (CUDA) or compute units (ROCm); None when not known.
         cache_bytes: last-level cache on the device; None when not known.
+        older_kernels_share: of `peak_flops` at most what attention kernels written for the generation before can use,
+            which lack its own matmul instructions; None for all of it.
         spec_clock_hz, sustained_clock_hz: the clock of `peak_flops` and what is held under load; None when not known.
         sources: where each number is published, by key.
     """
@@ -35,6 +37,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     idle_power_w: float | None = None
     compute_units: int | None = None
     cache_bytes: int | None = None
+    older_kernels_share: float | None = None
     spec_clock_hz: float | None = None
     sustained_clock_hz: float | None = None
     sources: dict[str, str] = {}
