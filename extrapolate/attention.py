@@ -31,7 +31,9 @@ def attention_prior(op: str, kernel: str) -> str:
 def with_kernel(layer: LayerTrace, kernel: str) -> LayerTrace:
     """Fused attention kernels marked as FIRST or NATIVE."""
     ops = (
-        msgspec.structs.replace(op, attributes=(*op.attributes, kernel)) if family(op.op) == "attention" else op
+        msgspec.structs.replace(op, attributes=(*op.attributes, kernel))
+        if family(op.op) == "attention"
+        else op
         for op in layer.ops
     )
     return msgspec.structs.replace(layer, ops=tuple(ops))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from llmprof.extrapolate.attention import NATIVE, attention_kernel, attention_prior
 from llmprof.extrapolate.curves import LONE_SPREAD, Work
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
-from llmprof.extrapolate.attention import NATIVE, attention_kernel, attention_prior
 from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.surface import Call
 from llmprof.schema.cluster import Device

@@ -52,8 +52,12 @@ class Rules:
 
 IMPLEMENTATIONS: dict[str, Rules | None] = {
     "eager": None,
-    "compile": Rules(sums=False, merges=False, leading=False, early=False, views=False, native=False, optimizer=""),
-    "megatron": Rules(sums=True, merges=True, leading=True, early=True, views=True, native=False, optimizer="fused"),
+    "compile": Rules(
+        sums=False, merges=False, leading=False, early=False, views=False, native=False, optimizer=""
+    ),
+    "megatron": Rules(
+        sums=True, merges=True, leading=True, early=True, views=True, native=False, optimizer="fused"
+    ),
     "te": Rules(sums=True, merges=True, leading=True, early=True, views=True, native=True, optimizer="fused"),
 }
 """By name. In 16 bit `te` moves the bytes of `megatron`: its norm writes what the matmul reads either way."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from llmprof.extrapolate.forecast import Simulation
-from llmprof.extrapolate.layers import groups_optimizer, stage_optimizer
-from llmprof.extrapolate.optimizer import optimizer_ops
-from llmprof.extrapolate.partition import LayerWork, Op
+from llmprof.extrapolate.layers import accumulated, layer_optimizer
+from llmprof.extrapolate.work import LayerWork, Op
 from llmprof.schema.measurements import CallKey, OpCall, Wanted
-from llmprof.schema.operators import Tensor
 
 
 def lacking_calls(simulations: Iterable[Simulation]) -> tuple[Wanted, ...]:
@@ -43,6 +41,8 @@ def _lacking(simulation: Simulation) -> Iterator[Wanted]:
         for key, times in of_stage.items():
             counts[key] = max(times, counts.get(key, 0.0))
     for key, call in calls.items():
+        if not call.inputs:  # nothing says how large it is
+            continue
         price = prices.price(call.op, call.inputs, call.outputs, call.attributes)
         if price.kind != "measured" and price.time_s > 0:
             share = counts[key] * price.time_s / step_s
@@ -54,27 +54,18 @@ def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[OpCall, f
     plan = simulation.plan
     layout = plan.layout
     again = 2 if layout.recompute == "full" and layer.kind == "block" else 1
-    optimizer = optimizer_ops(
-        stage_optimizer(layer, plan), shard=layout.dp_shard, grouped=groups_optimizer(plan, simulation.machine)
-    )
     for ops, times in (
         (layer.forward, again * layout.accum),
         (layer.backward, layout.accum),
-        (optimizer, 1),
+        (layer_optimizer(layer, plan, simulation.machine), 1),
     ):
         for op in ops:
             if not op.collective:
                 yield _call(op), times * op.count
     if layout.accum > 1:
-        shard = layout.dp_shard if layout.zero == 2 or (layout.zero == 3 and layout.pp == 1) else 1
-        for parameter in layer.own_parameters:
-            if parameter.trainable:
-                gradient = Tensor((-(-parameter.numel // shard),), parameter.dtype)
-                call = OpCall(op="aten::add_", inputs=(gradient, gradient), outputs=(gradient,))
-                yield call, layout.accum
+        for gradient in accumulated(layer, layout):
+            yield OpCall(op="aten::add_", inputs=(gradient, gradient), outputs=(gradient,)), layout.accum
 
 
 def _call(op: Op) -> OpCall:
-    return OpCall(
-        op=op.op, inputs=op.inputs, outputs=op.outputs, attributes=op.attributes, phase=op.phase
-    )
+    return OpCall(op=op.op, inputs=op.inputs, outputs=op.outputs, attributes=op.attributes, phase=op.phase)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -176,16 +176,20 @@ def _of(ops: Sequence[Op], phase: str) -> list[Op]:
 
 
 def _accumulation(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
-    """Adding a microbatch's gradients to what is there, on the shard when gradients are sharded each time."""
-    layout = plan.layout
+    """Adding a microbatch's gradients to what is there."""
+    cost = Cost()
+    for gradient in accumulated(layer, plan.layout):
+        cost.add(machine.prices.operator("aten::add_", (gradient, gradient), (gradient,)))
+    return cost
+
+
+def accumulated(layer: LayerWork, layout: Layout) -> Iterator[Tensor]:
+    """Gradients to which each microbatch adds, on the shard when gradients are sharded each time."""
     sharded = layout.zero == 2 or (layout.zero == 3 and layout.pp == 1)
     shards = Shards.of(layout) if sharded else Shards(1, 1)
-    cost = Cost()
     for parameter in layer.own_parameters:
         if parameter.trainable:
-            gradient = Tensor((-(-parameter.numel // shards.by(parameter)),), parameter.dtype)
-            cost.add(machine.prices.operator("aten::add_", (gradient, gradient), (gradient,)))
-    return cost
+            yield Tensor((-(-parameter.numel // shards.by(parameter)),), parameter.dtype)
 
 
 def groups_optimizer(plan: Plan, machine: Machine) -> bool:
@@ -194,16 +198,22 @@ def groups_optimizer(plan: Plan, machine: Machine) -> bool:
 
 
 def _optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
-    shards, grouped = Shards.of(plan.layout), groups_optimizer(plan, machine)
-    ops = optimizer_ops(layer, stage_optimizer(layer, plan), shards=shards, grouped=grouped)
-    if plan.layout.zero == 3 and plan.workload.implementation in TORCH_OPTIMIZERS:
-        ops = tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
-    cost = machine.prices.compute(ops)
+    shards = Shards.of(plan.layout)
+    cost = machine.prices.compute(layer_optimizer(layer, plan, machine))
     if plan.precision.mixed and plan.layout.zero < 3:
         numel = sum(-(-p.numel // shards.by(p)) for p in layer.own_parameters)
         working = plan.precision.activation
         cost = cost.plus(machine.prices.copy("aten::_to_copy", numel, source="float32", target=working))
     return cost
+
+
+def layer_optimizer(layer: LayerWork, plan: Plan, machine: Machine) -> tuple[Op, ...]:
+    """A layer's optimizer operators on the shard of one rank, in lists where the target runs them so."""
+    shards, grouped = Shards.of(plan.layout), groups_optimizer(plan, machine)
+    ops = optimizer_ops(layer, stage_optimizer(layer, plan), shards=shards, grouped=grouped)
+    if plan.layout.zero == 3 and plan.workload.implementation in TORCH_OPTIMIZERS:
+        return tuple(replace(op, wrapped=bool(op.inputs)) for op in ops)
+    return ops
 
 
 def stage_optimizer(layer: LayerWork, plan: Plan) -> tuple[Op, ...]:

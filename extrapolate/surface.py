@@ -70,7 +70,12 @@ class Surface:
     """
 
     def __init__(
-        self, rows: Sequence[Timed], *, by_flops: bool, device: Device | None = None, dtype: str = "",
+        self,
+        rows: Sequence[Timed],
+        *,
+        by_flops: bool,
+        device: Device | None = None,
+        dtype: str = "",
         chained: bool = True,
     ) -> None:
         self._device, self._by_flops, self._dtype = device, by_flops, dtype

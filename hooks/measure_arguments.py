@@ -116,7 +116,8 @@ def _slots(inputs: Sequence[Tensor]) -> list[Slot]:
     """Tensors and lists of tensors as the operator takes them."""
     slots: list[Slot] = []
     for group, members in groupby(inputs, key=lambda t: t.group):
-        slots += [list(members)] if group else list(members)
+        held = list(members)
+        slots += [held] if group else held
     return slots
 
 
@@ -173,9 +174,7 @@ def _missing(argument: Argument, call: OpCall) -> Any:
     return Tensor((), call.inputs[0].dtype)
 
 
-def _assemble(
-    function: Any, arguments: Sequence[Argument], call: OpCall, values: dict[int, Any]
-) -> Rebuilt:
+def _assemble(function: Any, arguments: Sequence[Argument], call: OpCall, values: dict[int, Any]) -> Rebuilt:
     named = {a.name: values[i] for i, a in enumerate(arguments)}
 
     def blueprint(name: str, value: Any) -> Any:

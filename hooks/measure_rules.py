@@ -68,7 +68,15 @@ _FLOATS = {
     "negative_slope": 0.01,
     "scale": 1.0,
 }
-_INTEGERS = {"ignore_index": -100, "padding_idx": -1, "index": 0, "start": 0, "step": 1, "diagonal": 0, "groups": 1}
+_INTEGERS = {
+    "ignore_index": -100,
+    "padding_idx": -1,
+    "index": 0,
+    "start": 0,
+    "step": 1,
+    "diagonal": 0,
+    "groups": 1,
+}
 _NUMBERS = {"exponent": 2, "weight": 0.1, "min": 0.0, "max": 2.0}
 """Numbers that are not 1; a linear interpolation by more than a half takes another formula, a square has a kernel of its own."""
 SCALAR_FIRST = ("pow", "lerp", "_foreach_pow", "_foreach_lerp", "clamp")
@@ -156,7 +164,11 @@ def _lists(argument: Argument, call: OpCall) -> list[list[int]]:
         return [*result, shape]
     if name == "dim":
         dims = range(len(shape))
-        return [list(c) for n in range(1, min(len(shape), _MOST_DIMS) + 1) for c in reversed([*combinations(dims, n)])]
+        return [
+            list(c)
+            for n in range(1, min(len(shape), _MOST_DIMS) + 1)
+            for c in reversed([*combinations(dims, n)])
+        ]
     if name == "normalized_shape":
         return [shape[-n:] for n in range(1, len(shape) + 1)]
     if name == "repeats" and result:
@@ -177,7 +189,15 @@ _INDEX = {
     "nll_loss_backward": ("target", "self", -1),
 }
 """Operators with an index: (its argument, the tensor that it points into, along which dimension)."""
-_INDEX_ALONG_DIM = ("gather", "scatter", "scatter_add", "index_select", "index_add", "index_copy", "index_fill")
+_INDEX_ALONG_DIM = (
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index_select",
+    "index_add",
+    "index_copy",
+    "index_fill",
+)
 _NEEDS_VALUES = ("embedding", "softmax_loss")
 
 

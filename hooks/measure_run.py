@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
+
+from llmprof.hooks.captured import source_row
 from llmprof.hooks.measure_arguments import CannotRebuild, Rebuilt, first_line, rebuild
 from llmprof.hooks.measure_timing import Effort, OutOfTime, Stopwatch, Timing
 from llmprof.schema.measurements import MODULE, OpCall, Wanted
 from llmprof.schema.operators import bytes_moved, family, flops
-from llmprof.schema.profile import OperatorRow
+from llmprof.schema.profile import OperatorRow, SourceRow
 
 LEAST_S, USUAL_S, MOST_S = 0.15, 0.3, 0.6
 """Seconds for one operator: at least (the operands included), without a budget, and at most while others wait."""
@@ -73,9 +76,14 @@ class Skipped(NamedTuple):
 class Measured(NamedTuple):
     """An operator that was measured."""
 
-    call: OpCall
+    wanted: Wanted
     timing: Timing
     row: OperatorRow
+
+    @property
+    def call(self) -> OpCall:
+        """What ran."""
+        return self.wanted.call
 
 
 @dataclass(kw_only=True)
@@ -94,6 +102,12 @@ class Instrument(Protocol):
         """Time of a call; raises CannotRebuild or OutOfTime."""
 
 
+def present_device() -> tuple[str, SourceRow]:
+    """("cuda" or "cpu", what this machine is)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, source_row(rank=0, device=device, clock="measured alone", backend="")
+
+
 def torch_instrument(device: str) -> Instrument:
     """The instrument that runs operators with torch.
 
@@ -108,7 +122,7 @@ def torch_instrument(device: str) -> Instrument:
             return stopwatch.time(rebuilt, call, effort)
         except (CannotRebuild, OutOfTime):
             raise
-        except Exception as error:  # noqa: BLE001 (whatever torch says, the other operators go on)
+        except Exception as error:
             raise CannotRebuild(f"torch cannot run it: {first_line(error)}") from error
 
     return measure
@@ -143,7 +157,7 @@ def measure_all(
             outcome.skipped.append(Skipped(one.call, str(error)))
             done(outcome.skipped[-1])
         else:
-            outcome.measured.append(Measured(one.call, timing, operator_row(one.call, timing, device)))
+            outcome.measured.append(Measured(one, timing, operator_row(one.call, timing, device)))
             done(outcome.measured[-1])
     return outcome
 

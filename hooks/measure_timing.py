@@ -113,7 +113,7 @@ class Stopwatch:
         try:
             while len(samples) < MOST_SAMPLES:
                 now = effort.clock()
-                if now > until and len(samples) >= LEAST_SAMPLES or now > effort.deadline and samples:
+                if (now > until and len(samples) >= LEAST_SAMPLES) or (now > effort.deadline and samples):
                     break
                 calls = [run[(at + i) % len(run)] for i in range(num_calls)]
                 at += num_calls
@@ -171,9 +171,10 @@ class _CpuClock:
         with torch.no_grad():
             self.sample(calls)
             outside = float(np.median([self.sample(calls)[0] for _ in range(rounds)]))
-            with quiet_kineto(), torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU]
-            ) as profiler:
+            with (
+                quiet_kineto(),
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+            ):
                 self.sample(calls)
         inside = [e.time_range.elapsed_us() for e in profiler.events() or () if e.name == "aten::add_"]
         return max(0.0, outside - float(np.median(inside))) if inside else 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmprof.commands.request import number_of_tokens, parse_layouts, positive_int
 from llmprof.commands.subject import add_subject, load_subject
-from llmprof.errors import NoAnswerError
+from llmprof.errors import NoAnswerError, TableError
 
 if TYPE_CHECKING:
     from llmprof.schema.cluster import Cluster
@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="table of runs measured on such devices (CSV, as for validate), to correct assumed prices",
     )
+    parser.add_argument(
+        "--measured",
+        metavar="TABLE",
+        help="operators timed on such a device by llmprof measure -o: they price the forecast",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--save", metavar="DIR", help="keep the predicted profile, for show, compare and export"
@@ -64,6 +69,8 @@ def execute(args: argparse.Namespace) -> int:
     layouts = parse_layouts(args.layout, gpus=args.gpus)
     profile = load_subject(args, layouts)
     cluster = load_cluster(args.cluster, profile=profile)
+    if args.measured:
+        profile = _measured(profile, args.measured, cluster)
     predictions = _predict(profile, layouts, cluster, args)
     forecasts = [_forecast_of(prediction) for prediction in predictions]
     if args.save:
@@ -74,6 +81,25 @@ def execute(args: argparse.Namespace) -> int:
         write_report(args.tb, run=profile.manifest.name or "run", profile=profile, forecasts=predictions)
     _print(forecasts, cluster, args)
     return NoAnswerError.exit_code if all(f["verdict"] == "oom" for f in forecasts) else 0
+
+
+def _measured(profile: Profile, path: str, cluster: Cluster) -> Profile:
+    """The profile with the times of a table.
+
+    Raises:
+        TableError: it cannot be read, or another device measured it.
+    """
+    from llmprof.extrapolate.compute import is_same_device
+    from llmprof.schema.measurements import machine, read_measurements, with_measurements
+
+    found = read_measurements(path)
+    priced = with_measurements(profile, found)
+    if not is_same_device(priced, cluster.device):
+        raise TableError(
+            f"{path} was measured on {machine(found.source)}, and the forecast is for {cluster.device.name}",
+            hint="times of one device never price another: leave --measured out, or name its own cluster",
+        )
+    return priced
 
 
 def _predict(

@@ -109,3 +109,18 @@ def number_of_tokens(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 300B or 1.5e12")
     return value
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration_s(text: str) -> float:
+    """Argument type: a positive time in seconds, or with s, m or h behind it, such as 90s or 5m."""
+    factor = _SECONDS.get(text[-1:].lower(), 0.0)
+    try:
+        value = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as 90s, 5m or 1h")
+    return value

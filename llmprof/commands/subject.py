@@ -73,7 +73,9 @@ def _captured(path: str) -> Profile:
     if _is_json(path):
         workload = load_workload(path)
         return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return load_run(path)
+    from llmprof.schema.measurements import with_own_measurements
+
+    return with_own_measurements(load_run(path), Path(path))
 
 
 def _is_json(path: str) -> bool:

@@ -104,9 +104,11 @@ def _check_column(column: str, tables: list[Table]) -> None:
 
 def _progress(tables: list[Table]) -> Any:
     from llmprof.commands.output import console
-    from llmprof.report.validate_text import progress_bar
+    from llmprof.report.progress import progress_bar
 
-    return progress_bar(console(stderr=True), total=sum(len(t.rows) for t in tables if t.kind == "runs"))
+    return progress_bar(
+        console(stderr=True), "forecasting", total=sum(len(t.rows) for t in tables if t.kind == "runs")
+    )
 
 
 def _print(result: dict[str, Any], *, as_json: bool) -> None:

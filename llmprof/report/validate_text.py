@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,18 +20,6 @@ _ORDER_HEADING = heading(
     "Order and memory",
     "in percent; order: Spearman's correlation, 1 is best",
 )
-
-
-@contextmanager
-def progress_bar(console: Console, *, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Something to call with the number of rows that are done; None where no terminal shows it."""
-    if not console.is_terminal or not total:
-        yield None
-        return
-    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("rows", total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def validation_text(result: Scores) -> RenderableType:

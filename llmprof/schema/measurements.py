@@ -55,7 +55,9 @@ class OpCall:
     @property
     def key(self) -> CallKey:
         """The key under which a measurement of it is found again."""
-        dtype = self.inputs[0].dtype if self.inputs else (self.outputs[0].dtype if self.outputs else "float32")
+        dtype = (
+            self.inputs[0].dtype if self.inputs else (self.outputs[0].dtype if self.outputs else "float32")
+        )
         return CallKey(self.op, format_shapes(self.inputs), dtype, ",".join(sorted(self.attributes)))
 
 
@@ -249,8 +251,8 @@ def _parse(text: bytes, file: Path, number: int) -> _Line:
         line = msgspec.json.decode(text, type=_Line)
     except (msgspec.DecodeError, RecursionError) as error:
         raise TableError(f"line {number} of {file} is damaged: {error}", hint="delete the line") from error
-    for row in filter(None, (line.operator, line.collective)):
-        problem = _problem(row)
+    for row in (line.operator, line.collective):
+        problem = _problem(row) if row is not None else ""
         if problem:
             raise TableError(f"line {number} of {file}: {problem}", hint="delete the line")
     return line

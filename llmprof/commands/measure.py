@@ -1,0 +1,217 @@
+"""`llmprof measure`: runs on this device the operators whose time a forecast lacks, or a sweep of usual ones."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmprof.commands.request import duration_s, load_run, parse_layouts, positive_int
+from llmprof.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmprof.extrapolate.forecast import Simulation
+    from llmprof.hooks.measure_run import Budget, Measured, Outcome, Skipped
+    from llmprof.schema.layout import Layout
+    from llmprof.schema.measurements import MeasurementWriter, Wanted
+    from llmprof.schema.profile import Profile, SourceRow
+
+SUMMARY = "time the operators that a forecast lacks, on this device"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory whose forecasts lack prices")
+    parser.add_argument(
+        "--layout", action="append", metavar="L", help="forecast that shall be priced; give it several times"
+    )
+    parser.add_argument(
+        "--cluster", default="local", metavar="NAME", help="what the forecast is for (default: local)"
+    )
+    parser.add_argument("--global-batch", type=positive_int, metavar="B", help="sequences per step")
+    parser.add_argument("--seq", type=positive_int, metavar="S", help="tokens per sequence")
+    parser.add_argument(
+        "--sweep",
+        metavar="FAMILIES",
+        help="instead of RUN: usual shapes of gemm, attention, norm, elementwise, softmax, embedding, optimizer; or all",
+    )
+    parser.add_argument(
+        "--budget",
+        type=duration_s,
+        metavar="T",
+        help="time to spend, such as 90s or 5m (default: until done)",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="TABLE", help="file to keep the times in (default: inside the run)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure, store each time as soon as it is known, print what it changed."""
+    started = time.perf_counter()
+    _check(args)
+    from llmprof.hooks.measure_run import Budget, present_device
+    from llmprof.schema.measurements import MeasurementWriter, still_wanted
+
+    device, source = present_device()
+    budget = Budget(args.budget, started=started)
+    if args.sweep:
+        from llmprof.hooks.measure_sweep import sweep_calls
+
+        writer = MeasurementWriter(args.output, source)
+        wanted, subject = sweep_calls(args.sweep, device), None
+    else:
+        subject = _Subject(args, source)
+        writer = MeasurementWriter(subject.path, source)
+        wanted = subject.lacking(writer)
+    left = still_wanted(wanted, writer.known)
+    outcome = _measure(left, writer, budget, device)
+    writer.close()
+    result = _result(outcome, writer, budget, asked=len(wanted))
+    if subject is not None:
+        result["forecasts"] = subject.changes(writer)
+    _print(result, as_json=args.json)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, before torch is loaded."""
+    from importlib.util import find_spec
+
+    if bool(args.run) == bool(args.sweep):
+        asked = "both a run and --sweep were given" if args.run else "neither a run nor --sweep was given"
+        raise RequestError(
+            f"{asked}: what shall be measured?",
+            hint="llmprof measure RUN --layout tp=2, or llmprof measure --sweep all -o TABLE",
+        )
+    if args.run and not args.layout:
+        raise RequestError(
+            "no layout was given: a run's own shapes are measured already", hint="give --layout"
+        )
+    if args.sweep and not args.output:
+        raise RequestError("a sweep belongs to no run", hint="name a file for it with -o")
+    if find_spec("torch") is None:
+        raise RequestError("measuring runs operators, and torch is not installed", hint="pip install torch")
+
+
+class _Subject:
+    """A run and the layouts whose prices are wanted.
+
+    Args:
+        args: of the command.
+        source: what measures now.
+    """
+
+    def __init__(self, args: argparse.Namespace, source: SourceRow) -> None:
+        from llmprof.extrapolate.compute import is_same_device
+        from llmprof.schema.catalogue import load_cluster
+        from llmprof.schema.measurements import IN_RUN, machine, same_machine
+        from llmprof.schema.profile import Manifest, Profile
+
+        self.args = args
+        self.layouts: list[Layout] = parse_layouts(args.layout, gpus=None)
+        self.profile = load_run(args.run)
+        self.cluster = load_cluster(args.cluster, profile=self.profile)
+        self.path = Path(args.output) if args.output else Path(args.run) / IN_RUN
+        here = machine(source)
+        if not is_same_device(Profile(manifest=Manifest(), sources=(source,)), self.cluster.device):
+            raise RequestError(
+                f"the forecast is for {self.cluster.device.name}, and this machine has {here}",
+                hint="times of one device never price another: measure on a machine that has one",
+            )
+        own = self.profile.sources[0]
+        if not args.output and not same_machine(own, source):
+            raise RequestError(
+                f"the run was measured on {machine(own)}, and this machine has {here}",
+                hint="keep the times in a table of their own with -o, and forecast with --measured TABLE",
+            )
+
+    def lacking(self, writer: MeasurementWriter) -> tuple[Wanted, ...]:
+        """Operators without a measured time."""
+        from llmprof.extrapolate.lacking import lacking_calls
+
+        self._before = self._simulate(self._priced(writer))
+        return lacking_calls(self._before)
+
+    def changes(self, writer: MeasurementWriter) -> list[dict[str, Any]]:
+        """The forecasts before and after."""
+        after = self._simulate(self._priced(writer))
+        return [
+            {"layout": str(layout), "before": _step(old), "after": _step(new)}
+            for layout, old, new in zip(self.layouts, self._before, after, strict=True)
+        ]
+
+    def _priced(self, writer: MeasurementWriter) -> Profile:
+        from llmprof.schema.measurements import read_measurements, with_measurements
+
+        return with_measurements(self.profile, read_measurements(writer.path))
+
+    def _simulate(self, profile: Profile) -> list[Simulation]:
+        from llmprof.extrapolate.forecast import Forecaster
+
+        forecaster = Forecaster(profile, self.cluster)
+        asked = {"global_batch": self.args.global_batch, "seq": self.args.seq}
+        return [forecaster.simulate(layout, **asked) for layout in self.layouts]
+
+
+def _step(simulation: Simulation) -> dict[str, float]:
+    from llmprof.extrapolate.uncertainty import interval, widen
+
+    assumed = simulation.evidence["assumed"]
+    step = widen(interval(simulation.step_s), assumed)
+    return {"p10": step.p10, "p50": step.p50, "p90": step.p90, "assumed_fraction": assumed}
+
+
+def _measure(wanted: Sequence[Wanted], writer: MeasurementWriter, budget: Budget, device: str) -> Outcome:
+    from llmprof.commands.output import console
+    from llmprof.hooks.measure_run import Measured, measure_all, torch_instrument
+    from llmprof.report.progress import progress_bar
+
+    with progress_bar(console(stderr=True), "measuring", total=len(wanted)) as advance:
+
+        def done(one: Measured | Skipped) -> None:
+            if isinstance(one, Measured):
+                writer.operator(one.row)
+            if advance is not None:
+                advance(1)
+
+        return measure_all(wanted, torch_instrument(device), budget=budget, device=device, done=done)
+
+
+def _result(outcome: Outcome, writer: MeasurementWriter, budget: Budget, *, asked: int) -> dict[str, Any]:
+    from llmprof.schema.measurements import machine
+
+    return {
+        "device": machine(writer.known.source),
+        "stored_in": str(writer.path),
+        "asked": asked,
+        "known_before": asked - len(outcome.measured) - len(outcome.skipped) - len(outcome.remaining),
+        "spent_s": budget.spent_s,
+        "measured": [_measured(one) for one in outcome.measured],
+        "skipped": [{**_named(one), "reason": one.reason} for one in outcome.skipped],
+        "remaining": [_named(one) for one in outcome.remaining],
+    }
+
+
+def _named(one: Any) -> dict[str, str]:
+    return {**one.call.key._asdict(), "phase": one.call.phase}
+
+
+def _measured(one: Measured) -> dict[str, Any]:
+    before_us = one.wanted.estimate_s * 1e6 or None
+    return {**_named(one), **one.timing._asdict(), "price_before_us": before_us}
+
+
+def _print(result: dict[str, Any], *, as_json: bool) -> None:
+    from llmprof.commands.output import console, print_json
+
+    if as_json:
+        print_json(result)
+        return
+    from llmprof.report.measure_text import measure_text
+
+    console().print(measure_text(result))
