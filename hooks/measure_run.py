@@ -22,6 +22,10 @@ _CALLS = 7
 """Calls of which an operator takes at least: one that warms it, one that tells how long it takes, and the samples."""
 
 
+_LATE, _LATEST = 1.5, 20.0
+"""By what factor operators may outlast their plan, before any was measured and at most."""
+
+
 class Budget:
     """Seconds that are left.
 
@@ -41,6 +45,7 @@ class Budget:
         self.clock = clock
         self.started = clock() if started is None else started
         self.deadline = float("inf") if seconds is None else self.started + seconds
+        self._late = _LATE
 
     @property
     def left_s(self) -> float:
@@ -52,6 +57,10 @@ class Budget:
         """Seconds since the start."""
         return self.clock() - self.started
 
+    def spent(self, seconds: float, *, planned_s: float) -> None:
+        """Learn from an operator how much longer they take than planned; later ones that are as late still end in time."""
+        self._late = min(_LATEST, max(self._late, seconds / planned_s))
+
     def effort(self, estimate_s: float, waiting: int) -> Effort | None:
         """What one operator may take, None when it would not be done in time.
 
@@ -60,7 +69,7 @@ class Budget:
             waiting: operators that are left, this one included.
         """
         left = self.left_s
-        if left < max(LEAST_S, _CALLS * estimate_s):
+        if left < self._late * max(LEAST_S, _CALLS * estimate_s):
             return None
         fair = USUAL_S if left == float("inf") else min(MOST_S, max(LEAST_S, left / max(waiting, 1)))
         return Effort(seconds=min(fair, left), deadline=self.deadline, clock=self.clock)
@@ -149,6 +158,7 @@ def measure_all(
         if effort is None:
             outcome.remaining.append(one)
             continue
+        begun = budget.clock()
         try:
             timing = instrument(one.call, effort)
         except OutOfTime:
@@ -159,6 +169,7 @@ def measure_all(
         else:
             outcome.measured.append(Measured(one, timing, operator_row(one.call, timing, device)))
             done(outcome.measured[-1])
+        budget.spent(budget.clock() - begun, planned_s=max(effort.seconds, _CALLS * one.estimate_s))
     return outcome
 
 

@@ -12,8 +12,9 @@ from llmprof.errors import RequestError
 from llmprof.schema.measurements import OpCall, Wanted
 from llmprof.schema.operators import Tensor, bytes_moved, flops
 
-TOKENS = (2048, 8192, 512, 4096, 16384, 1024)
-WIDTHS = (4096, 1024, 8192, 2048, 5120, 768)
+TOKENS = {"cpu": (512, 2048, 128, 1024, 4096, 256), "cuda": (2048, 8192, 512, 4096, 16384, 1024)}
+WIDTHS = {"cpu": (1024, 256, 2048, 512, 768, 4096), "cuda": (4096, 1024, 8192, 2048, 5120, 768)}
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 HEADS = ((16, 64), (32, 128), (12, 64), (40, 128))
 """(heads, width of one)."""
 VOCABULARY = 32000
@@ -38,9 +39,8 @@ def sweep_calls(families: str, device: str) -> tuple[Wanted, ...]:
         raise RequestError(
             f"there is no sweep of {unknown[0]!r}", hint=f"families are {', '.join(_FAMILIES)}; or all"
         )
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    estimate_s = _estimate(device, dtype)
-    calls = filter(None, chain.from_iterable(zip_longest(*(_FAMILIES[n](dtype) for n in names))))
+    estimate_s = _estimate(device, DTYPES[device])
+    calls = filter(None, chain.from_iterable(zip_longest(*(_FAMILIES[n](device) for n in names))))
     priced = [Wanted(call=call, estimate_s=estimate_s(call)) for call in dict.fromkeys(calls)]
     short = [w for w in priced if w.estimate_s <= _LONGEST_S[device]]
     return tuple(
@@ -74,16 +74,18 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return best
 
 
-def _sizes() -> Iterator[tuple[int, int]]:
+def _sizes(device: str) -> Iterator[tuple[int, int]]:
     """(tokens, width), by anti-diagonals: the usual ones first."""
-    pairs = [(i + j, i, j) for i in range(len(TOKENS)) for j in range(len(WIDTHS))]
+    tokens, widths = TOKENS[device], WIDTHS[device]
+    pairs = [(i + j, i, j) for i in range(len(tokens)) for j in range(len(widths))]
     for _, i, j in sorted(pairs):
-        yield TOKENS[i], WIDTHS[j]
+        yield tokens[i], widths[j]
 
 
-def _gemm(dtype: str) -> Iterator[OpCall]:
+def _gemm(device: str) -> Iterator[OpCall]:
     """A linear layer and its two gradients: to the same width, to four times it, and back."""
-    for tokens, width in _sizes():
+    dtype = DTYPES[device]
+    for tokens, width in _sizes(device):
         for n, k in ((width, width), (4 * width, width), (width, 4 * width)):
             for m, columns, inner, phase in (
                 (tokens, n, k, "forward"),
@@ -96,12 +98,13 @@ def _gemm(dtype: str) -> Iterator[OpCall]:
                 )
 
 
-def _attention(dtype: str) -> Iterator[OpCall]:
+def _attention(device: str) -> Iterator[OpCall]:
     """A causal fused kernel on one or more sequences, forward and backward."""
+    dtype = DTYPES[device]
     name = "aten::_scaled_dot_product_flash_attention"
     name += "" if dtype == "bfloat16" else "_for_cpu"
     causal = frozenset({"causal"})
-    for tokens in TOKENS:
+    for tokens in TOKENS[device]:
         for heads, width in HEADS:
             for batch in (1, 4):
                 x = Tensor((batch, heads, tokens, width), dtype)
@@ -120,8 +123,9 @@ def _attention(dtype: str) -> Iterator[OpCall]:
                 )
 
 
-def _norm(dtype: str) -> Iterator[OpCall]:
-    for tokens, width in _sizes():
+def _norm(device: str) -> Iterator[OpCall]:
+    dtype = DTYPES[device]
+    for tokens, width in _sizes(device):
         x, w, one = Tensor((tokens, width), dtype), Tensor((width,), dtype), Tensor((tokens, 1), "float32")
         yield OpCall(op="aten::native_layer_norm", inputs=(x, w, w), outputs=(x, one, one))
         yield OpCall(
@@ -132,8 +136,9 @@ def _norm(dtype: str) -> Iterator[OpCall]:
         )
 
 
-def _elementwise(dtype: str) -> Iterator[OpCall]:
-    for tokens, width in _sizes():
+def _elementwise(device: str) -> Iterator[OpCall]:
+    dtype = DTYPES[device]
+    for tokens, width in _sizes(device):
         x = Tensor((tokens, width), dtype)
         yield OpCall(op="aten::add", inputs=(x, x), outputs=(x,))
         yield OpCall(op="aten::mul", inputs=(x, x), outputs=(x,))
@@ -141,8 +146,9 @@ def _elementwise(dtype: str) -> Iterator[OpCall]:
         yield OpCall(op="aten::gelu_backward", inputs=(x, x), outputs=(x,), phase="backward_input")
 
 
-def _softmax(dtype: str) -> Iterator[OpCall]:
-    for tokens in TOKENS:
+def _softmax(device: str) -> Iterator[OpCall]:
+    dtype = DTYPES[device]
+    for tokens in TOKENS[device]:
         for vocabulary in (VOCABULARY, 4 * VOCABULARY):
             x = Tensor((tokens, vocabulary), dtype)
             yield OpCall(op="aten::_log_softmax", inputs=(x,), outputs=(x,))
@@ -151,8 +157,9 @@ def _softmax(dtype: str) -> Iterator[OpCall]:
             )
 
 
-def _embedding(dtype: str) -> Iterator[OpCall]:
-    for tokens, width in _sizes():
+def _embedding(device: str) -> Iterator[OpCall]:
+    dtype = DTYPES[device]
+    for tokens, width in _sizes(device):
         table, ids = Tensor((VOCABULARY, width), dtype), Tensor((1, tokens), "int64")
         rows = Tensor((1, tokens, width), dtype)
         yield OpCall(op="aten::embedding", inputs=(table, ids), outputs=(rows,))
@@ -164,13 +171,12 @@ def _embedding(dtype: str) -> Iterator[OpCall]:
         )
 
 
-def _optimizer(_: str) -> Iterator[OpCall]:
+def _optimizer(device: str) -> Iterator[OpCall]:
     """Fused AdamW in float32 over lists of parameters of one size."""
     for count in (1, 16):
-        for width in WIDTHS:
+        for width in WIDTHS[device]:
             lists = [Tensor((width, width), "float32", group) for group in (1, 2, 3, 4) for _ in range(count)]
-            steps = [Tensor((), "float32", 5) for _ in range(count)]
-            yield OpCall(op="aten::_fused_adamw_", inputs=(*lists, *steps), phase="optimizer")
+            yield OpCall(op="aten::_fused_adamw_", inputs=tuple(lists), phase="optimizer")
 
 
 _FAMILIES: dict[str, Callable[[str], Iterator[OpCall]]] = {

@@ -129,7 +129,7 @@ class Stopwatch:
         free = free_bytes(self.device)
         if size + 2 * results > free * (1 - _MEMORY_SHARE):
             raise CannotRebuild(f"it needs {(size + results) / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-        wanted = min(_MOST_SETS, ceil(2 * self._cache_bytes / max(size + results, 1)) + 1)
+        wanted = min(_MOST_SETS, ceil(2 * self._cache_bytes / max(size + results, 1)))
         fitting = max(1, int(_MEMORY_SHARE * free / max(size, 1)))
         return [rebuilt.make(self._values) for _ in range(max(1, min(wanted, fitting)))]
 

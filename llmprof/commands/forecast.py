@@ -68,9 +68,11 @@ def execute(args: argparse.Namespace) -> int:
 
     layouts = parse_layouts(args.layout, gpus=args.gpus)
     profile = load_subject(args, layouts)
+    if args.measured:
+        profile = _with_table(profile, args.measured)
     cluster = load_cluster(args.cluster, profile=profile)
     if args.measured:
-        profile = _measured(profile, args.measured, cluster)
+        _check_table(args.measured, profile, cluster)
     predictions = _predict(profile, layouts, cluster, args)
     forecasts = [_forecast_of(prediction) for prediction in predictions]
     if args.save:
@@ -83,23 +85,27 @@ def execute(args: argparse.Namespace) -> int:
     return NoAnswerError.exit_code if all(f["verdict"] == "oom" for f in forecasts) else 0
 
 
-def _measured(profile: Profile, path: str, cluster: Cluster) -> Profile:
-    """The profile with the times of a table.
+def _with_table(profile: Profile, path: str) -> Profile:
+    from llmprof.schema.measurements import read_measurements, with_measurements
+
+    return with_measurements(profile, read_measurements(path))
+
+
+def _check_table(path: str, profile: Profile, cluster: Cluster) -> None:
+    """Check that a table which prices a profile was measured on the cluster's device.
 
     Raises:
-        TableError: it cannot be read, or another device measured it.
+        TableError: with both devices.
     """
     from llmprof.extrapolate.compute import is_same_device
-    from llmprof.schema.measurements import machine, read_measurements, with_measurements
+    from llmprof.schema.measurements import machine
 
-    found = read_measurements(path)
-    priced = with_measurements(profile, found)
-    if not is_same_device(priced, cluster.device):
+    if not is_same_device(profile, cluster.device):
+        measured_on = machine(profile.sources[0])
         raise TableError(
-            f"{path} was measured on {machine(found.source)}, and the forecast is for {cluster.device.name}",
+            f"{path} was measured on {measured_on}, and the forecast is for {cluster.device.name}",
             hint="times of one device never price another: leave --measured out, or name its own cluster",
         )
-    return priced
 
 
 def _predict(

@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     left = still_wanted(wanted, writer.known)
     outcome = _measure(left, writer, budget, device)
     writer.close()
-    result = _result(outcome, writer, budget, asked=len(wanted))
+    result = _result(outcome, writer, budget, known=len({w.call.key for w in wanted}) - len(left))
     if subject is not None:
         result["forecasts"] = subject.changes(writer)
     _print(result, as_json=args.json)
@@ -182,14 +182,13 @@ def _measure(wanted: Sequence[Wanted], writer: MeasurementWriter, budget: Budget
         return measure_all(wanted, torch_instrument(device), budget=budget, device=device, done=done)
 
 
-def _result(outcome: Outcome, writer: MeasurementWriter, budget: Budget, *, asked: int) -> dict[str, Any]:
+def _result(outcome: Outcome, writer: MeasurementWriter, budget: Budget, *, known: int) -> dict[str, Any]:
     from llmprof.schema.measurements import machine
 
     return {
         "device": machine(writer.known.source),
         "stored_in": str(writer.path),
-        "asked": asked,
-        "known_before": asked - len(outcome.measured) - len(outcome.skipped) - len(outcome.remaining),
+        "known_before": known,
         "spent_s": budget.spent_s,
         "measured": [_measured(one) for one in outcome.measured],
         "skipped": [{**_named(one), "reason": one.reason} for one in outcome.skipped],

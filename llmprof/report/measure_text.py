@@ -35,7 +35,7 @@ def measure_text(result: Mapping[str, Any]) -> RenderableType:
 def _title(result: Mapping[str, Any]) -> Text:
     known = result["known_before"]
     done = f"{len(result['measured'])} operators measured in {seconds_text(result['spent_s'])}"
-    if not result["asked"]:
+    if not any((known, *(result[key] for key in ("measured", "skipped", "remaining")))):
         done = "every operator of these forecasts is measured already"
     before = f", {known} were known" if known else ""
     return Text.assemble(
