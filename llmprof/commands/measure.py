@@ -62,8 +62,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.sweep:
         from llmprof.hooks.measure_sweep import sweep_calls
 
-        writer = MeasurementWriter(args.output, source)
         wanted, subject = sweep_calls(args.sweep, device), None
+        writer = MeasurementWriter(args.output, source)
     else:
         subject = _Subject(args, source)
         writer = MeasurementWriter(subject.path, source)

@@ -271,7 +271,9 @@ def _problem(row: OperatorRow | CollectiveRow) -> str:
         shapes = parse_shapes(row.shapes) if len(row.shapes) <= _MAX_TEXT else None
     except ValueError:
         shapes = None
-    return "" if shapes is not None else f"{row.shapes[:80]!r} is no list of shapes"
+    if shapes is None or any(size < 0 for tensor in shapes for size in tensor.shape):
+        return f"{row.shapes[:80]!r} is no list of shapes"
+    return ""
 
 
 def _key(row: OperatorRow) -> CallKey:
