@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import llmprof
 from benchmarks.cases import CASES, LAYOUTS, Case, build_step, layout_string
-from benchmarks.collectives import sweep_collectives
+from benchmarks.collectives import sweep_two_ranks
 from benchmarks.quiet import ForeignLoad
 from benchmarks.ranks import RankGroup, receive, set_up_rank, start_ranks
 from benchmarks.scores import Row, Single, make_row, summarize, table
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 120)
     repeats = args.repeats or (3 if args.quick else 6)
     console.print("pricing gloo between two ranks, in situ ...")
-    prices = sweep_collectives(quick=args.quick)
+    prices = sweep_two_ranks(quick=args.quick)
     rows: list[Row] = []
     machine: dict[str, Any] = {}
     for case in CASES[:1] if args.quick else CASES:

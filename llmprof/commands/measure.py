@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of RUN: usual shapes of gemm, attention, norm, elementwise, softmax, embedding, optimizer; or all",
     )
     parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="collectives between the ranks of a launcher, such as torchrun, instead of operators",
+    )
+    parser.add_argument(
         "--budget",
         type=duration_s,
         metavar="T",
@@ -54,6 +60,8 @@ def execute(args: argparse.Namespace) -> int:
     """Measure, store each time as soon as it is known, print what it changed."""
     started = time.perf_counter()
     _check(args)
+    if args.collectives:
+        return _execute_collectives(args)
     from llmprof.hooks.measure_run import Budget, present_device
     from llmprof.schema.measurements import MeasurementWriter, still_wanted
 
@@ -82,6 +90,11 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse what contradicts itself, before torch is loaded."""
     from importlib.util import find_spec
 
+    if find_spec("torch") is None:
+        raise RequestError("measuring runs operators, and torch is not installed", hint="pip install torch")
+    if args.collectives:
+        _check_collectives(args)
+        return
     if bool(args.run) == bool(args.sweep):
         asked = "both a run and --sweep were given" if args.run else "neither a run nor --sweep was given"
         raise RequestError(
@@ -94,8 +107,81 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.sweep and not args.output:
         raise RequestError("a sweep belongs to no run", hint="name a file for it with -o")
-    if find_spec("torch") is None:
-        raise RequestError("measuring runs operators, and torch is not installed", hint="pip install torch")
+
+
+_LAUNCH = "torchrun --nproc-per-node 2 -m llmprof measure --collectives -o TABLE"
+
+
+def _check_collectives(args: argparse.Namespace) -> None:
+    if args.sweep or args.layout:
+        other = "--sweep" if args.sweep else "--layout"
+        raise RequestError(
+            f"--collectives and {other} measure different things", hint="call it once for each"
+        )
+    if bool(args.run) == bool(args.output):
+        raise RequestError("collectives are kept in a run or in a table: name one of them", hint=_LAUNCH)
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if not ranks.isdigit() or int(ranks) < 2:
+        raise RequestError(f"collectives need two ranks or more, and there are {ranks or 1}", hint=_LAUNCH)
+
+
+def _execute_collectives(args: argparse.Namespace) -> int:
+    """Measure between the ranks of the launcher; rank 0 keeps and prints."""
+    started = time.perf_counter()
+    from llmprof.hooks.measure_collectives import (
+        ranks_of_launcher,
+        sweep_collectives,
+        usual_groups,
+        usual_items,
+    )
+    from llmprof.hooks.measure_run import present_device
+    from llmprof.schema.measurements import IN_RUN, MeasurementWriter, machine
+
+    device, source = present_device()
+    path = Path(args.output) if args.output else Path(args.run) / IN_RUN
+    if args.run:
+        _check_machine(load_run(args.run), source)
+    # rank 0 opens the file before it meets the others: when that fails, the launcher ends them
+    writer = MeasurementWriter(path, source) if os.environ.get("RANK", "0") == "0" else None
+    rows = []
+    with ranks_of_launcher(device) as (world, per_node):
+        items = usual_items(usual_groups(world, per_node))
+        for row in sweep_collectives(items, device=device, seconds=args.budget):
+            if writer is not None:
+                writer.collective(row)
+            rows.append(row)
+    if writer is not None:
+        writer.close()
+        _print_collectives(
+            {
+                "device": machine(source),
+                "stored_in": str(path),
+                "ranks": world,
+                "spent_s": time.perf_counter() - started,
+                "collectives": rows,
+                "remaining": len(items)
+                - len({(r.kind, r.size_bytes, r.span) for r in rows if r.kind != "recv"}),
+            },
+            as_json=args.json,
+        )
+    return 0
+
+
+def _check_machine(profile: Profile, source: SourceRow) -> None:
+    """Times are kept in a run only where it was measured.
+
+    Raises:
+        RequestError: with both machines.
+    """
+    from llmprof.schema.measurements import machine, same_machine
+
+    own = profile.sources[0] if profile.sources else None
+    if own is None or not same_machine(own, source):
+        where = machine(own) if own else "an unknown machine"
+        raise RequestError(
+            f"the run was measured on {where}, and this machine has {machine(source)}",
+            hint="keep the times in a table of their own with -o, and forecast with --measured TABLE",
+        )
 
 
 class _Subject:
@@ -109,7 +195,7 @@ class _Subject:
     def __init__(self, args: argparse.Namespace, source: SourceRow) -> None:
         from llmprof.extrapolate.compute import is_same_device
         from llmprof.schema.catalogue import load_cluster
-        from llmprof.schema.measurements import IN_RUN, machine, same_machine
+        from llmprof.schema.measurements import IN_RUN, machine
         from llmprof.schema.profile import Manifest, Profile
 
         self.args = args
@@ -123,12 +209,8 @@ class _Subject:
                 f"the forecast is for {self.cluster.device.name}, and this machine has {here}",
                 hint="times of one device never price another: measure on a machine that has one",
             )
-        own = self.profile.sources[0]
-        if not args.output and not same_machine(own, source):
-            raise RequestError(
-                f"the run was measured on {machine(own)}, and this machine has {here}",
-                hint="keep the times in a table of their own with -o, and forecast with --measured TABLE",
-            )
+        if not args.output:
+            _check_machine(self.profile, source)
 
     def lacking(self, writer: MeasurementWriter) -> tuple[Wanted, ...]:
         """Operators without a measured time."""
@@ -203,6 +285,17 @@ def _named(one: Any) -> dict[str, str]:
 def _measured(one: Measured) -> dict[str, Any]:
     before_us = one.wanted.estimate_s * 1e6 or None
     return {**_named(one), **one.timing._asdict(), "price_before_us": before_us}
+
+
+def _print_collectives(result: dict[str, Any], *, as_json: bool) -> None:
+    from llmprof.commands.output import console, print_json
+
+    if as_json:
+        print_json(result)
+        return
+    from llmprof.report.measure_text import collectives_text
+
+    console().print(collectives_text(result))
 
 
 def _print(result: dict[str, Any], *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from llmprof.report.text import Elided, bullet, heading, plain_table
-from llmprof.report.units import range_text, seconds_text, time_text
+from llmprof.report.units import bytes_text, range_text, seconds_text, time_text
 
 _MOST_ROWS = 12
 _MOST_REASONS = 6
@@ -30,6 +30,39 @@ def measure_text(result: Mapping[str, Any]) -> RenderableType:
     if result.get("forecasts"):
         parts += [heading("Forecast", "step time, 80 % interval"), _forecasts(result["forecasts"])]
     return Group(*parts)
+
+
+def collectives_text(result: Mapping[str, Any]) -> RenderableType:
+    """Times of collectives: one line for each kind and group, small to large messages."""
+    rows = result["collectives"]
+    title = f"{len(rows)} times of collectives between {result['ranks']} ranks in {seconds_text(result['spent_s'])}"
+    table = plain_table()
+    for name in ("collective", "ranks", "over"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "collective" else "right")
+    sizes = _spread_sizes(sorted({row.size_bytes for row in rows}))
+    for size in sizes:
+        table.add_column(bytes_text(size), no_wrap=True, justify="right")
+    for kind, group, span in sorted({(r.kind, r.group_size, r.span) for r in rows}):
+        times = {
+            r.size_bytes: r.time_us for r in rows if (r.kind, r.group_size, r.span) == (kind, group, span)
+        }
+        cells = [time_text(times[size]) if size in times else "" for size in sizes]
+        table.add_row(kind, str(group), str(span), *cells)
+    parts: list[RenderableType] = [Text(), Text(title, style="bold")]
+    parts.append(Text(f"{result['device']}, kept in {result['stored_in']}", style="dim"))
+    if result["remaining"]:
+        parts.append(bullet(" !", f"the time did not suffice for {result['remaining']} more", style="yellow"))
+    return Group(*parts, Text(), table)
+
+
+_MOST_SIZES = 4
+
+
+def _spread_sizes(sizes: Sequence[int]) -> list[int]:
+    """A few of them, the smallest and the largest among them."""
+    if len(sizes) <= _MOST_SIZES:
+        return list(sizes)
+    return [sizes[round(i * (len(sizes) - 1) / (_MOST_SIZES - 1))] for i in range(_MOST_SIZES)]
 
 
 def _title(result: Mapping[str, Any]) -> Text:
