@@ -20,6 +20,8 @@ SIZES_BYTES = tuple(1024 * 4**power for power in range(10))
 WARM_CALLS, LEAST_CALLS, MOST_CALLS = 3, 5, 40
 SECONDS = 0.5
 """Of one kind, size and group without a budget."""
+MARGIN = 1.2
+"""By what factor calls may outlast the first one."""
 _COMPUTE = 512
 """Width of the two matmuls between calls, which take a few milliseconds on a CPU."""
 
@@ -146,7 +148,7 @@ def _times_us(item: Item, handle: dist.ProcessGroup, compute: _Compute, seconds:
     inside = rank in item.group.ranks
     call = _call(item, handle, rank, compute.device) if inside else None
     first_s = _slowest_s(call, compute)
-    if (WARM_CALLS + LEAST_CALLS) * first_s > seconds.left:
+    if MARGIN * (WARM_CALLS + LEAST_CALLS) * first_s > seconds.left:
         return None
     warm_s = min(_slowest_s(call, compute) for _ in range(WARM_CALLS - 1))
     calls = int(np.clip(seconds.share / max(warm_s, 1e-6) / 2, LEAST_CALLS, MOST_CALLS))

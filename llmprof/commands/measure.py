@@ -146,7 +146,8 @@ def _execute_collectives(args: argparse.Namespace) -> int:
     rows = []
     with ranks_of_launcher(device) as (world, per_node):
         items = usual_items(usual_groups(world, per_node))
-        for row in sweep_collectives(items, device=device, seconds=args.budget):
+        left_s = args.budget and max(0.0, args.budget - (time.perf_counter() - started))
+        for row in sweep_collectives(items, device=device, seconds=left_s):
             if writer is not None:
                 writer.collective(row)
             rows.append(row)
