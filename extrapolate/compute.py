@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmprof.extrapolate.attention import NATIVE, attention_kernel, attention_prior
-from llmprof.extrapolate.curves import LONE_SPREAD, Work
+from llmprof.extrapolate.curves import LONE_SPREAD, Evidence, Work
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
 from llmprof.extrapolate.peaks import peak_flops
@@ -26,7 +26,7 @@ from llmprof.schema.operators import (
     format_shapes,
     is_free,
 )
-from llmprof.schema.priors import Priors, load_priors
+from llmprof.schema.priors import FamilyPrior, Priors, load_priors
 from llmprof.schema.profile import Profile
 
 KINDS = ("measured", "interpolated", "assumed")
@@ -156,7 +156,7 @@ class OperatorPrices:
         gap_s = self._launch_s(op)
         if is_free(op):
             return OpPrice(0.0, 0.0, self._host_kind, kind, (), gap_s)
-        dtype = inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
+        dtype = _dtype(inputs, outputs)
         shapes = format_shapes(inputs)
         exact = self._measured.exact(op, shapes, dtype, attributes)
         if exact is not None:
@@ -174,7 +174,7 @@ class OperatorPrices:
     ) -> OpPrice:
         """Cost of one call by what was measured of its operator, also where the call itself was measured."""
         kind, gap_s = family(op), self._launch_s(op)
-        dtype = inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
+        dtype = _dtype(inputs, outputs)
         near = self._measured.interpolate(op, kind, dtype, _call(op, inputs, attributes))
         if near is not None:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
@@ -183,6 +183,31 @@ class OperatorPrices:
         time_s, spread = self.roofline(op, dtype, work, attributes)
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
 
+    def evidence(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        attributes: frozenset[str] = frozenset(),
+    ) -> Evidence:
+        """What `price` rests on: the measured rows behind it, or the efficiencies of the roofline."""
+        kind = family(op)
+        if is_free(op):
+            return Evidence("host", "moves no data: host time alone")
+        dtype, shapes = _dtype(inputs, outputs), format_shapes(inputs)
+        if self._measured.exact(op, shapes, dtype, attributes) is not None:
+            rows = self._measured.rows_of(op, shapes, dtype, attributes)
+            return Evidence("row", _mean_of(len(rows)), rows)
+        near = self._measured.evidence(op, kind, dtype, _call(op, inputs, attributes))
+        if near is not None:
+            return near
+        prior, share = self._reached(op, attributes)
+        rate = f"{prior.bandwidth_efficiency:.0%} of {self.device.bandwidth_bytes_per_s / 1e12:.3g} TB/s"
+        if kind in MATMUL_FAMILIES:
+            peak = peak_flops(self.device, dtype)
+            rate = f"{prior.flops_efficiency * share:.0%} of {peak / 1e12:.4g} TFLOP/s or {rate}"
+        return Evidence("roofline", rate, source=f"{kind}: {prior.source}")
+
     def roofline(
         self, op: str, dtype: str, work: Work, attributes: frozenset[str] = frozenset()
     ) -> tuple[float, float]:
@@ -190,18 +215,31 @@ class OperatorPrices:
 
         time = floor + max(flops / (e peak), bytes / (e_bw bandwidth)); on a CPU the floor is that of a CPU kernel.
         """
-        kind = family(op)
-        prior, share = self._priors.family(kind), 1.0
-        if kind == "attention":
-            kernel = attention_kernel(op, attributes)
-            prior = self._priors.family(attention_prior(op, kernel))
-            share = 1.0 if kernel == NATIVE else self.device.older_kernels_share or 1.0
+        prior, share = self._reached(op, attributes)
         floor_s = (self._priors.cpu_floor_us if self.device.kind == "cpu" else self._priors.floor_us) * 1e-6
         memory_s = work.bytes / (prior.bandwidth_efficiency * self.device.bandwidth_bytes_per_s)
         compute_s = 0.0
         if work.flops:
             compute_s = work.flops / (prior.flops_efficiency * share * peak_flops(self.device, dtype))
         return floor_s + max(compute_s, memory_s), prior.spread
+
+    def _reached(self, op: str, attributes: frozenset[str]) -> tuple[FamilyPrior, float]:
+        """What an operator reaches of the roofline, and the share of the peak that its kernels can use."""
+        kind = family(op)
+        if kind != "attention":
+            return self._priors.family(kind), 1.0
+        kernel = attention_kernel(op, attributes)
+        share = 1.0 if kernel == NATIVE else self.device.older_kernels_share or 1.0
+        return self._priors.family(attention_prior(op, kernel)), share
+
+
+def _mean_of(count: int) -> str:
+    return "one measured row" if count == 1 else f"mean of {count} measured rows, by their calls"
+
+
+def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Dtype that a call is priced in: that of its first tensor."""
+    return inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
 
 
 def _call(op: str, inputs: Sequence[Tensor], attributes: frozenset[str]) -> Call:

@@ -24,6 +24,8 @@ STRANGER_SPREAD = 0.8
 SPREAD_PER_OCTAVE = 0.08
 """Growth of the spread for each doubling of the work outside the measured range: assumed."""
 _NEIGHBOURS = 4
+_CLOSEST = 1e-6
+"""Added to squared distances, so that the weight of an equal row is finite."""
 _FEWEST_TO_FIT = 6
 """With fewer rows the efficiency between and beyond them is that of the nearest."""
 _QUANTILES = (0.5, 0.8, 0.95, 1.0)
@@ -43,6 +45,30 @@ class Estimate(NamedTuple):
     time_s: float
     spread: float
     rows: tuple[str, ...] = ()
+
+
+class Neighbour(NamedTuple):
+    """A measured row behind a price, its time, and with which weight it counts (weights may be below 0)."""
+
+    name: str
+    time_s: float
+    weight: float
+
+
+class Evidence(NamedTuple):
+    """What a price rests on, for a person.
+
+    Attributes:
+        method: "row", "surface", "curve", "roofline" or "host".
+        basis: how the rows became the price, in one line.
+        neighbours: the rows, those that count most first.
+        source: of assumed numbers, "" where there are none.
+    """
+
+    method: str
+    basis: str
+    neighbours: tuple[Neighbour, ...] = ()
+    source: str = ""
 
 
 class Measured(NamedTuple):
@@ -84,7 +110,7 @@ class Curve:
         self._names = [r.name for r in rows]
         flops = np.array([max(r.work.flops, 1) for r in rows], dtype=float)
         bytes_ = np.array([max(r.work.bytes, 1) for r in rows], dtype=float)
-        times = np.array([r.time_s for r in rows])
+        times = self._times_s = np.array([r.time_s for r in rows])
         self.roofline = fit_roofline(flops, bytes_, times, by_flops=by_flops)
         self._points = np.log(np.stack([flops, bytes_]))
         measure = self._points[0 if by_flops else 1]
@@ -102,6 +128,18 @@ class Curve:
         spread = max(self.residual, least) + SPREAD_PER_OCTAVE * self._octaves_outside(at)
         names = tuple(self._names[i] for i in nearest)
         return Estimate(base_s * exp(correction), min(MAX_SPREAD, spread), names)
+
+    def evidence(self, work: Work) -> Evidence:
+        """The rows behind `estimate`."""
+        flops, bytes_ = float(max(work.flops, 1)), float(max(work.bytes, 1))
+        distance = _distances(self._points, (log(flops), log(bytes_)))
+        correction, nearest = _nearby(distance, self._corrections)
+        weights = 1.0 / (distance[nearest] + _CLOSEST)
+        rows = zip(nearest, weights / weights.sum(), strict=True)
+        base_us = 1e6 * self.roofline.of(flops, bytes_)
+        basis = f"roofline of {len(self._names)} rows, {base_us:.4g} us, times {exp(correction):.3f} by those nearest in work"
+        found = (Neighbour(self._names[i], float(self._times_s[i]), float(weight)) for i, weight in rows)
+        return Evidence("curve", basis, tuple(found))
 
     def _octaves_outside(self, at: tuple[float, float]) -> float:
         measure = at[0 if self.by_flops else 1]
@@ -135,7 +173,7 @@ def _distances(points: Array, at: tuple[float, float]) -> Array:
 def _nearby(distance: Array, values: Array) -> tuple[float, list[int]]:
     """Inverse-square-distance mean of the nearest values, and their indices; of equally far ones the first come first."""
     nearest = _smallest(distance)
-    weight = 1.0 / (distance[nearest] + 1e-6)
+    weight = 1.0 / (distance[nearest] + _CLOSEST)
     return float((weight * values[nearest]).sum() / weight.sum()), nearest.tolist()
 
 

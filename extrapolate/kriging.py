@@ -79,10 +79,11 @@ class Kriging:
         few = len(values) < _FEWEST_TO_CHOOSE
         self._least = float(np.sqrt(np.mean(errors**2))) if few else 0.0
 
-    def at(self, points: Array) -> Array:
-        """Most probable values, shape (m,), at points of shape (m, features)."""
-        near = _covariance(points / self._unit, self._points, self._choice)
-        return np.asarray(near @ self._weights + self._mean)
+    def weights(self, point: Array) -> tuple[NDArray[np.intp], Array]:
+        """Rows by how much they resemble a point of shape (features,), and the weights of their values in its value."""
+        near = _covariance(point[None] / self._unit, self._points, self._choice)[0]
+        nearest = np.argsort(-near, kind="stable")
+        return self._order[nearest], np.linalg.solve(self._among, near)[nearest]
 
     def look(self, points: Array) -> Look:
         """Values at points of shape (m, features), with what is known of them."""

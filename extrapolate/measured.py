@@ -9,7 +9,16 @@ from math import log, sqrt
 
 import numpy as np
 
-from llmprof.extrapolate.curves import MAX_SPREAD, MIN_SPREAD, Curve, Estimate, Measured, Work
+from llmprof.extrapolate.curves import (
+    MAX_SPREAD,
+    MIN_SPREAD,
+    Curve,
+    Estimate,
+    Evidence,
+    Measured,
+    Neighbour,
+    Work,
+)
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.surface import Call, Surface, Timed
 from llmprof.schema.cluster import Device
@@ -40,7 +49,7 @@ class MeasuredOperators:
     def __init__(self, profile: Profile | None, *, device: Device | None = None) -> None:
         self._device = device
         rows = profile.operators if profile else ()
-        timed = [r for r in rows if _can_be(r)]
+        timed = self._rows = [r for r in rows if _can_be(r)]
         drift = step_drift(profile) if profile else MIN_SPREAD
         self._exact = _merge(timed, drift, strict=True)
         self._loose = _merge(timed, drift, strict=False)
@@ -71,13 +80,43 @@ class MeasuredOperators:
         if surface is not None:
             found = self._known.get((op, dtype, call)) or surface.estimate(call)
             return found._replace(time_s=max(found.time_s, self._floor_s))
-        work = call.work
+        curve, stranger = self._curve_for(op, family, dtype, call.work)
+        if curve is None:
+            return None
+        found = curve.estimate(call.work, stranger=stranger)
+        return found._replace(time_s=max(found.time_s, self._floor_s))
+
+    def rows_of(self, op: str, shapes: str, dtype: str, attributes: frozenset[str]) -> tuple[Neighbour, ...]:
+        """The rows behind `exact`, with their shares of the calls."""
+        text = ",".join(sorted(attributes))
+        equal = [
+            r for r in self._rows if (r.shapes, r.dtype, r.attributes) == (shapes, dtype, text) and _bare(r.op) == _bare(op)
+        ]  # fmt: skip
+        rows = [r for r in equal if r.op == op] or equal
+        calls = sum(max(r.count, 1e-9) for r in rows)
+        found = (
+            Neighbour(
+                f"{r.module or 'outside modules'}, {r.phase}, rank {r.rank}", r.time_us * 1e-6, max(r.count, 1e-9) / calls
+            )
+            for r in rows
+        )  # fmt: skip
+        return tuple(sorted(found, key=lambda row: -row.weight))
+
+    def evidence(self, op: str, family: str, dtype: str, call: Call) -> Evidence | None:
+        """What `interpolate` rests on."""
+        surface = self._surface(_bare(op), dtype, call.sizes.kind)
+        if surface is not None:
+            return surface.evidence(call)
+        curve, _ = self._curve_for(op, family, dtype, call.work)
+        return curve.evidence(call.work) if curve else None
+
+    def _curve_for(self, op: str, family: str, dtype: str, work: Work) -> tuple[Curve | None, bool]:
+        """The curve of an operator, else of its family, and whether the operator is a stranger to it."""
         for name in (_bare(op), f"family:{family}"):
             curve = self._curve(name, dtype)
             if curve is not None and (work.flops if curve.by_flops else work.bytes):
-                found = curve.estimate(work, stranger=name != _bare(op))
-                return found._replace(time_s=max(found.time_s, self._floor_s))
-        return None
+                return curve, name != _bare(op)
+        return None, False
 
     def look_up(self, asked: Iterable[tuple[str, str, Call]]) -> None:
         """Interpolate many (operator, dtype, call) in one go, for `interpolate` to find."""

@@ -29,7 +29,7 @@ def operator_rows(simulation: Simulation, device: str) -> tuple[OperatorRow, ...
         merged: dict[tuple[object, ...], tuple[Op, str, str, float]] = {}
         for name, count in names:
             layer = simulation.plan.layers[name]
-            for op, phase, calls in _calls(layer, simulation):
+            for op, phase, calls in layer_calls(layer, simulation):
                 module = ".".join(filter(None, (layer.module, op.module)))
                 key = (op.op, module, phase, op.inputs, op.attributes)
                 before = merged[key][3] if key in merged else 0.0
@@ -38,7 +38,7 @@ def operator_rows(simulation: Simulation, device: str) -> tuple[OperatorRow, ...
     return tuple(rows)
 
 
-def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[Op, str, int]]:
+def layer_calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[Op, str, int]]:
     """(operator, phase, times per step) of one instance of a layer, collectives left out."""
     plan = simulation.plan
     layout = plan.layout

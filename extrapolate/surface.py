@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmprof.errors import ClusterError
-from llmprof.extrapolate.curves import LONE_SPREAD, MAX_SPREAD, Estimate, Work
+from llmprof.extrapolate.curves import LONE_SPREAD, MAX_SPREAD, Estimate, Evidence, Neighbour, Work
 from llmprof.extrapolate.features import Sizes, attention_features, fill_features, tile_waste
 from llmprof.extrapolate.kriging import Kriging
 from llmprof.extrapolate.peaks import peak_flops
@@ -22,6 +22,8 @@ Array = NDArray[np.float64]
 FEWEST_TO_TELL = 3
 """With fewer rows their differences say nothing."""
 _NAMED = 4
+_SHOWN = 6
+"""Rows that explain a price."""
 LEAST_SPREAD = 0.005
 SPREAD_OUTSIDE = 0.15
 """Spread far outside the measured range, where rows do not tell: assumed."""
@@ -82,7 +84,7 @@ class Surface:
         self._names = [row.name for row in rows]
         self._attributes = sorted(frozenset().union(*(row.call.attributes for row in rows)))
         calls = [row.call for row in rows]
-        times_s = np.array([row.time_s for row in rows])
+        times_s = self._times_s = np.array([row.time_s for row in rows])
         work = self._rows(calls)
         rates = device_rates(device, dtype) if device else None
         self._form = fit_saturation(work, times_s, by_flops=by_flops, rates=rates)
@@ -112,6 +114,17 @@ class Surface:
             )
         ]
 
+    def evidence(self, call: Call) -> Evidence:
+        """The rows behind `estimate`."""
+        point = self._near(self._features([call]))
+        form_s = float(self._form.seconds(self._rows([call]))[0])
+        correction = float(np.exp(self._kriging.look(point).values[0]))
+        rows, weights = self._kriging.weights(point[0])
+        basis = f"form of {len(self._names)} rows, {form_s * 1e6:.4g} us, times {correction:.3f} by those that resemble it"
+        shown = zip(rows[:_SHOWN].tolist(), weights[:_SHOWN].tolist(), strict=True)
+        found = (Neighbour(self._names[i], float(self._times_s[i]), weight) for i, weight in shown)
+        return Evidence("surface", basis, tuple(found))
+
     def _near(self, features: Array) -> Array:
         """Features kept to those of the rows: beyond them the form alone says what changes."""
         return np.asarray(np.clip(features, self._low - MARGIN, self._high + MARGIN))
@@ -140,11 +153,6 @@ class Surface:
         beyond = octaves > OUTSIDE
         found = np.quantile(errors[beyond] / _ramp(octaves[beyond]), 0.8) / _Q80
         return float(np.clip(load_priors().outside_share * found, *_GROWTHS))
-
-    def times_s(self, calls: Sequence[Call]) -> Array:
-        """Times of many calls at once, shape (n,)."""
-        form_s = self._form.seconds(self._rows(calls))
-        return np.asarray(form_s * np.exp(self._kriging.at(self._near(self._features(calls)))))
 
     def _features(self, calls: Sequence[Call]) -> Array:
         logs, units = np.array([call.sizes.logs for call in calls]), self._units

@@ -100,8 +100,8 @@ def test_kriging_meets_its_rows_returns_to_the_middle_and_knows_less_far_away() 
     points = np.linspace(0, 8, 33)[:, None]
     values = 0.2 * np.sin(points[:, 0])
     found = Kriging(points, values)
-    np.testing.assert_allclose(found.at(points), values, atol=0.03)
-    assert found.at(np.array([[4.1]]))[0] == pytest.approx(0.2 * np.sin(4.1), abs=0.03)
+    np.testing.assert_allclose(found.look(points).values, values, atol=0.03)
+    assert found.look(np.array([[4.1]])).values[0] == pytest.approx(0.2 * np.sin(4.1), abs=0.03)
     look = found.look(np.array([[4.01], [500.0]]))
     assert look.values[1] == pytest.approx(np.median(values), abs=1e-6)
     assert look.spreads[0] < 0.25 * look.spreads[1]
@@ -115,7 +115,7 @@ def test_an_exact_covariance_by_hand() -> None:
     distance = 1 / found._unit[0] / length
     e = smooth * np.exp(-0.5 * distance**2) + rough * np.exp(-2 * distance)
     weight = 0.1 / (smooth + rough + noise - e)
-    assert found.at(np.array([[1.0]]))[0] == pytest.approx(weight * (smooth + rough - e), rel=1e-4)
+    assert found.look(np.array([[1.0]])).values[0] == pytest.approx(weight * (smooth + rough - e), rel=1e-4)
 
 
 def test_slope_of_the_likelihood_is_its_difference() -> None:

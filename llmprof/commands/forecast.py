@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmprof.commands.request import number_of_tokens, parse_layouts, positive_int
 from llmprof.commands.subject import add_subject, load_subject
+from llmprof.commands.why import HELP, print_why, why_layouts
 from llmprof.errors import NoAnswerError, TableError
 
 if TYPE_CHECKING:
+    from llmprof.extrapolate.calibration import Calibration
     from llmprof.schema.cluster import Cluster
     from llmprof.schema.layout import Layout
     from llmprof.schema.profile import Profile
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         help="operators timed on such a device by llmprof measure -o: they price the forecast",
     )
+    parser.add_argument("--why", metavar="OP", help=f"instead of the forecast: {HELP}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--save", metavar="DIR", help="keep the predicted profile, for show, compare and export"
@@ -73,6 +76,11 @@ def execute(args: argparse.Namespace) -> int:
     cluster = load_cluster(args.cluster, profile=profile)
     if args.measured:
         _check_table(args.measured, profile, cluster)
+    if args.why is not None:
+        known, sizes = _calibration(cluster, args), (args.global_batch, args.seq)
+        answers = why_layouts(profile, layouts, cluster, args.why, calibration=known, sizes=sizes)
+        print_why(answers, as_json=args.json)
+        return 0
     predictions = _predict(profile, layouts, cluster, args)
     forecasts = [_forecast_of(prediction) for prediction in predictions]
     if args.save:
@@ -113,13 +121,17 @@ def _predict(
 ) -> list[Profile]:
     from llmprof.extrapolate.predict import predict
 
-    calibration = None
-    if args.calibrate_with:
-        from llmprof.judge.calibrated import calibration_from
-
-        calibration = calibration_from(args.calibrate_with, cluster.device)
+    calibration = _calibration(cluster, args)
     asked = {"global_batch": args.global_batch, "seq": args.seq, "tokens": args.tokens}
     return [predict(profile, layout, cluster, calibration=calibration, **asked) for layout in layouts]
+
+
+def _calibration(cluster: Cluster, args: argparse.Namespace) -> Calibration | None:
+    if not args.calibrate_with:
+        return None
+    from llmprof.judge.calibrated import calibration_from
+
+    return calibration_from(args.calibrate_with, cluster.device)
 
 
 def _forecast_of(prediction: Profile) -> dict[str, Any]:

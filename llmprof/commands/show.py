@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from llmprof.commands.request import load_run, positive_int
+from llmprof.commands.why import HELP, print_why, why_run
 
 SUMMARY = "where the step of a run goes: phases, operators, modules, collectives, memory"
 
@@ -23,13 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", type=int, metavar="R", help="this rank alone (default: the mean over ranks)"
     )
+    parser.add_argument("--why", metavar="OP", help=HELP)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Print the report."""
     from llmprof.report.breakdown import break_down, group_operators
 
-    breakdown = break_down(load_run(args.run), rank=args.rank)
+    profile = load_run(args.run)
+    if args.why is not None:
+        print_why([why_run(profile, args.why)], as_json=args.json, top=args.top)
+        return 0
+    breakdown = break_down(profile, rank=args.rank)
     groups = group_operators(breakdown, by=args.by, depth=args.depth)
     layers = group_operators(breakdown, by="layer", depth=args.depth)
     if args.json:
