@@ -83,6 +83,18 @@ _ORDER = (
     Column("false fit", _inside("oom", "false_fit_rate"), percent),
     Column("false OOM", _inside("oom", "false_oom_rate"), percent),
 )
+_STRATA = (
+    Column("scored", _key("n"), count),
+    Column("median error", _key("median_ape"), percent),
+    Column("p90", _key("p90_ape"), percent),
+    Column("in 80 %", _key("coverage80"), percent),
+    Column("interval score", _key("interval_score80"), plain),
+    Column("constant band", _key("band_score80"), plain),
+    Column("constant efficiency", _key("naive_median_ape"), percent),
+    Column("linear in work", _key("linear_median_ape"), percent),
+    Column("spec roofline", _key("roofline_median_ape"), percent),
+    Column("nearest row", _key("second_median_ape"), percent),
+)
 
 
 def render_page(book: Book, before: Mapping[str, Any] | None) -> str:
@@ -109,6 +121,8 @@ def _lines(book: Book, before: Mapping[str, Any] | None) -> Iterator[str]:
         yield _grid(mode, _ERRORS)
         if any(_filled(column, mode) for column in _ORDER):
             yield _grid(mode, _ORDER)
+        if mode.get("strata"):
+            yield from _strata(mode["strata"])
         yield from _left_out(mode)
     yield "\n## Change\n"
     yield from _changes(book, before)
@@ -136,6 +150,22 @@ def _grid(mode: Scores, columns: Sequence[Column]) -> str:
         if any(c.read(scores) is not None for c in shown):
             table.add_row(str(scores["table"]), *(_cell(c, scores) for c in shown))
     return _text(table)
+
+
+def _strata(strata: Scores) -> Iterator[str]:
+    """Operators by table, device and family; the last line is the unweighted mean over them."""
+    yield (
+        f"By device and family, at least 30 scored rows; better than every simple rule in {strata['mean']['beats']} of "
+        f"{strata['mean']['n']}:\n"
+    )
+    table = Table(box=box.MARKDOWN)
+    for heading in ("table", "device, family"):
+        table.add_column(heading, no_wrap=True)
+    for column in _STRATA:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for row in (*strata["rows"], {**strata["mean"], "table": "**all**", "key": ""}):
+        table.add_row(row["table"], row["key"], *(_cell(c, row) for c in _STRATA))
+    yield _text(table)
 
 
 def _cell(column: Column, scores: Scores) -> str:

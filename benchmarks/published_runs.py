@@ -99,6 +99,7 @@ def _run(mode: tuple[str, str, list[str]], tables: Path, *, jobs: int) -> dict[s
         "summary": {k: v for k, v in result["summary"].items() if k in _KEPT},
         "refused": result.get("refused", {}),
         "tables": [{k: t[k] for k in _KEPT if k in t} for t in result["tables"]],
+        "strata": result.get("strata"),
     }
 
 

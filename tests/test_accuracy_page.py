@@ -67,3 +67,12 @@ def test_large_errors_are_factors() -> None:
     assert percent(0.1234) == "12.3 %"
     assert percent(9.9) == "990 %"
     assert percent(41.0) == "x42"
+
+
+def test_operators_are_listed_by_device_and_family() -> None:
+    book = make_book()
+    row = {"table": "vendor", "key": "A card matmul", "n": 40, "median_ape": 0.05, "linear_median_ape": 0.25}
+    book.modes[0]["strata"] = {"rows": [row], "mean": {"n": 1, "beats": 1, "median_ape": 0.05}}
+    page = render_page(book, None)
+    assert "better than every simple rule in 1 of 1" in page
+    assert "| vendor | A card matmul | 40 | 5 % | | | | | | 25 % | | |" in " ".join(page.split())

@@ -92,6 +92,7 @@ def _read(index: int, row: dict[str, str]) -> Item:
         size=float(max(work, 1)),
         roofline_us=sum(_roofline_us(call, device) for call in calls),
         resolution_us=RESOLUTIONS_US.get(text(row, "source"), 0.0),
+        kind=f"{device.name} {_main_family(calls, device)}",
         work=_Work(
             device=device,
             calls=calls,
@@ -106,6 +107,11 @@ def _roofline_us(call: OpCall, device: Device) -> float:
     memory_s = bytes_moved(*call[:3]) / device.bandwidth_bytes_per_s
     compute_s = flops(*call) / peak_flops(device, _dtype(call))
     return 1e6 * max(memory_s, compute_s)
+
+
+def _main_family(calls: Sequence[OpCall], device: Device) -> str:
+    """Family of the call that takes most of a row at the device's peaks."""
+    return family(max(calls, key=lambda call: _roofline_us(call, device)).op)
 
 
 def _dtype(call: OpCall) -> str:

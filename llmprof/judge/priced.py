@@ -17,6 +17,7 @@ from llmprof.judge.cells import Reject, Row, positive
 from llmprof.judge.result import TableScores
 from llmprof.judge.scores import ScoredRow
 from llmprof.judge.splits import FEWEST_IN_STRATUM, Fit, Split, split_rows, strata
+from llmprof.judge.strata import score_strata
 from llmprof.judge.table import Table, row_ids
 
 NORMAL_P90 = 1.2816
@@ -37,6 +38,7 @@ class Item:
         size: FLOPs of a matmul, bytes of anything else.
         roofline_us: time at the peak of what limits it, for the naive forecast; 0 for a view.
         nodes: nodes that it spans.
+        kind: device and operator family, "" where rows are not told apart by these.
         work: what the pricer needs.
     """
 
@@ -48,6 +50,7 @@ class Item:
     roofline_us: float
     resolution_us: float
     nodes: int = 1
+    kind: str = ""
     work: Any
 
 
@@ -120,6 +123,7 @@ def score_items(table: Table, scoring: Scoring, *, fit: Fit | None) -> TableScor
             **_mean_scores(rounds),
             "small_strata": _part(rounds, small),
             "without_small_strata": _part(rounds, sizes.keys() - small) if small else None,
+            "strata": score_strata([item.kind for item in items], rounds),
         },
     )
 
@@ -150,12 +154,18 @@ def _round(items: Sequence[Item], scoring: Scoring, *, fit: Fit | None, seed: in
     groups = {key: [fitted[i] for i in members] for key, members in strata(fitted, _stratum).items()}
     shares = {key: scoring.fitted_share(members) for key, members in groups.items()}
     nearest = {key: _Nearest(members) for key, members in groups.items()}
+    lines = {key: fit_line(members) for key, members in groups.items()}
     rows: dict[int, ScoredRow] = {item.index: _fitted_row(item) for item in fitted}
     for item, (time_us, spread) in zip(asked, scoring.price(fitted, asked), strict=True):
         share = shares.get(item.stratum, scoring.naive_share)
         naive_us = item.roofline_us / share if share else None
         second_us = nearest[item.stratum].scaled_us(item) if item.stratum in nearest else None
-        rows[item.index] = _scored_row(item, (time_us, spread), naive_us=naive_us, second_us=second_us)
+        row = _scored_row(item, (time_us, spread), naive_us=naive_us, second_us=second_us)
+        simple = {"roofline": item.roofline_us}
+        if item.stratum in lines:
+            floor_us, per_size_us = lines[item.stratum]
+            simple["linear"] = floor_us + per_size_us * item.size
+        rows[item.index] = msgspec.structs.replace(row, baselines=simple)
     return [rows[item.index] for item in items]
 
 
@@ -171,6 +181,18 @@ def _split(items: Sequence[Item], fit: Fit | None, seed: int) -> Split:
         nodes=lambda i: i.nodes,
         seed=seed,
     )
+
+
+def fit_line(fitted: Sequence[Item]) -> tuple[float, float]:
+    """Floor and slope (microseconds, of a FLOP or byte) of the line with the least squared relative errors, neither below 0."""
+    times = np.array([item.time_us for item in fitted])
+    columns = np.stack([1.0 / times, np.array([item.size for item in fitted]) / times], axis=1)
+    scale = np.sqrt(np.square(columns).sum(axis=0))
+    floor, slope = np.linalg.lstsq(columns / scale, np.ones(len(times)), rcond=None)[0] / scale
+    if floor >= 0 and slope >= 0:
+        return float(floor), float(slope)
+    alone = columns.sum(axis=0) / np.square(columns).sum(axis=0)
+    return (0.0, float(alone[1])) if floor < 0 else (float(alone[0]), 0.0)
 
 
 class _Nearest:

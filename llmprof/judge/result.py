@@ -11,6 +11,7 @@ from typing import Any
 from llmprof.errors import RequestError
 from llmprof.judge.aggregate import mean_over_tables, score_rows, score_times
 from llmprof.judge.scores import ScoredRow, quantile
+from llmprof.judge.strata import mean_over_strata
 
 _ROW_COLUMNS = ("model", "gpu", "n_gpus", "layout", "op", "phase", "dtype", "shape", "size_bytes")
 """Cells that tell a person which row it is."""
@@ -84,6 +85,7 @@ def result_object(
         "mode": asked.mode,
         "summary": scores[0] if len(scores) == 1 else mean_over_tables(scores),
         "tables": scores,
+        "strata": _strata(tables),
         "groups": [group for table in tables for group in table.groups],
         "rows": [_row_object(row, table.name) for table in tables for row in table.rows],
         "skipped": _reasons(rows),
@@ -97,6 +99,12 @@ def result_object(
         "seconds": seconds,
         "forecasts_per_s": forecasts / seconds if seconds > 0 else None,
     }
+
+
+def _strata(tables: Sequence[TableScores]) -> dict[str, Any] | None:
+    """Operators by table, device and family, with the unweighted mean; None where no table has such strata."""
+    rows = [{"table": table.name, **row} for table in tables for row in table.extra.get("strata", ())]
+    return {"mean": mean_over_strata(rows), "rows": rows} if rows else None
 
 
 def _table_object(table: TableScores) -> dict[str, Any]:

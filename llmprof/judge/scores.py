@@ -22,7 +22,7 @@ class ScoredRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         measured: None where nothing was measured.
-        naive, second: the baselines, None where there is none.
+        naive, second: the baselines, None where there is none; `baselines`: further ones by name.
         reason: why it is not scored, "" when it is.
         group: calibration group or stratum; `choice_set` of layouts that compete, "" for none.
         mfu: of the measurement, by the product's convention.
@@ -40,6 +40,7 @@ class ScoredRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     predicted_p90: float | None = None
     naive: float | None = None
     second: float | None = None
+    baselines: dict[str, float] = {}
     reason: str = ""
     group: str = ""
     choice_set: str = ""

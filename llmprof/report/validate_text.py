@@ -29,6 +29,8 @@ def validation_text(result: Scores) -> RenderableType:
     parts += [_title(result), _error_table(result)]
     if any(t.get("choice_sets") or t.get("oom") or t.get("memory_n") for t in result["tables"]):
         parts += [_ORDER_HEADING, _order_table(result["tables"])]
+    if result.get("strata"):
+        parts += _strata(result["strata"])
     parts += _left_out(result)
     if len(result["tables"]) == 1:
         parts += _assumed(result["tables"][0])
@@ -124,6 +126,27 @@ def _order_table(tables: Sequence[Scores]) -> RenderableType:
                 *(_percent(found.get(key)) for key in ("accuracy", "false_fit_rate", "false_oom_rate")),
             )
     return table
+
+
+def _strata(strata: Scores) -> list[RenderableType]:
+    """One line for each table, device and family, with what simple rules do; yellow where one of them is better."""
+    table = _named_table("scored", "median", "p90", "in 80", "const", "linear", "spec", "nearest")
+    names = (
+        "median_ape", "p90_ape", "coverage80", "naive_median_ape", "linear_median_ape", "roofline_median_ape",
+        "second_median_ape",
+    )  # fmt: skip
+    place = ""
+    for row in strata["rows"]:
+        device, _, family = row["key"].rpartition(" ")
+        if place != (place := f"{device}  {row['table']}"):
+            table.add_row(Text(place, style="dim"))
+        figures = (_percent(row[name]) for name in names)
+        table.add_row(f"  {family}", str(row["n"]), *figures, style="" if row["beats"] else "yellow")
+    mean = strata["mean"]
+    table.add_row(Text("mean over strata", style="bold"), "", *(_percent(mean[name]) for name in names))
+    said = f"  better than every rule in {mean['beats']} of {mean['n']}"
+    note = "at least 30 rows; const: one efficiency, linear: in work, spec: the roofline"
+    return [heading("By device and family", note), table, Text(said, style="dim")]
 
 
 def _left_out(result: Scores) -> list[RenderableType]:
