@@ -23,8 +23,8 @@ Array = NDArray[np.float64]
 
 CLASSES = ("matmul", "memory", "link", "host")
 """What one scalar each calibrates; the order of shifts and covariance."""
-ASSUMED = ":assumed"
-"""Ending of the factors that calibration is about: what was measured on the device needs none."""
+CALIBRATED = ("assumed", "table", "transferred")
+"""Kinds of prices that calibration is about: what the run measured on the device needs none."""
 HUBER = 1.345
 """Residual, in units of the model error, beyond which a row counts as an outlier (95 % efficient on normal errors)."""
 MAX_MOVES = 4
@@ -42,9 +42,9 @@ _WILD = 3.0
 @lru_cache(maxsize=4096)
 def class_of(name: str) -> int | None:
     """Index in CLASSES of a shared factor such as "matmul:assumed"; None when calibration leaves it alone."""
-    if not name.endswith(ASSUMED):
+    stem, _, kind = name.rpartition(":")
+    if kind not in CALIBRATED:
         return None
-    stem = name[: -len(ASSUMED)]
     if stem.startswith("link:"):
         return CLASSES.index("link")
     if stem == "host":
@@ -56,9 +56,9 @@ def class_of(name: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def evidence_of(name: str) -> str:
-    """Under what the time of a factor counts as evidence: its kind, assumed prices also by class ("assumed:link")."""
-    index = class_of(name)
-    return name.rpartition(":")[2] if index is None else f"assumed:{CLASSES[index]}"
+    """Under what the time of a factor counts as evidence: its kind, calibrated prices also by class ("assumed:link")."""
+    index, kind = class_of(name), name.rpartition(":")[2]
+    return kind if index is None else f"{kind}:{CLASSES[index]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

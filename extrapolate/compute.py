@@ -1,8 +1,9 @@
 """Operator prices: from an operator with local shapes to seconds on a device, measured, interpolated or assumed.
 
-Three sources, in this order: a measured row with the same operator, shapes, dtype and attributes; measured
-neighbours of the same operator (else family) and dtype, interpolated in efficiency space; the device's roofline
-with the efficiencies of `llmprof.schema.priors`. Rows measured on one device price only that device.
+Four sources, in this order: a measured row with the same operator, shapes, dtype and attributes; measured
+neighbours of the same operator (else family) and dtype, interpolated in efficiency space; published measurements of the
+device, or of one with the same chip, interpolated likewise; the device's roofline with the efficiencies of
+`llmprof.schema.priors`. Rows that a run measured on one device price only that device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
 from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.surface import Call
+from llmprof.extrapolate.table import TABLE_KINDS, TablePrice, TablePrices, table_prices
 from llmprof.schema.cluster import Device
 from llmprof.schema.operators import (
     MATMUL_FAMILIES,
@@ -29,7 +31,7 @@ from llmprof.schema.operators import (
 from llmprof.schema.priors import FamilyPrior, Priors, load_priors
 from llmprof.schema.profile import Profile
 
-KINDS = ("measured", "interpolated", "assumed")
+KINDS = ("measured", "interpolated", *TABLE_KINDS, "assumed")
 
 
 class OpPrice(NamedTuple):
@@ -69,15 +71,25 @@ class OperatorPrices:
         device: what is priced.
         same_device: whether the rows were measured on this kind of device; if not, none is used.
         priors: efficiencies and launch times where nothing is measured.
+        tables: whether published measurements of the device price what the profile does not; not where those are what
+            prices are judged by.
     """
 
     def __init__(
-        self, profile: Profile, device: Device, *, same_device: bool, priors: Priors | None = None
+        self,
+        profile: Profile,
+        device: Device,
+        *,
+        same_device: bool,
+        priors: Priors | None = None,
+        tables: bool = True,
     ) -> None:
         self.device = device
         self.same_device = same_device
         self._priors = priors or load_priors()
         self._measured = MeasuredOperators(profile if same_device else None, device=device)
+        self._tables = table_prices(device) if tables else ()
+        self._used: dict[TablePrices, None] = {}
         self._cache: dict[tuple[object, ...], OpPrice] = {}
         self._host_us, self._host_kind = self._dispatch(profile)
 
@@ -121,16 +133,19 @@ class OperatorPrices:
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed about the device and the host, one sentence each."""
-        lines = (
-            []
-            if self.same_device
-            else [
-                f"no operator was measured on {self.device.name}: times are its roofline with {self._priors.source}"
-            ]
-        )
+        lines = [table.sentence() for table in self._used]
+        if not self.same_device:
+            lines.append(self._unmeasured())
         if self._host_kind == "assumed":
             lines.append(f"host time of {self._host_us:g} us for each launched operator is assumed")
         return tuple(lines)
+
+    def _unmeasured(self) -> str:
+        """What prices operators of a device on which the run was not measured, where no table does."""
+        roofline = f"its roofline (spec sheet) with {self._priors.source}"
+        if self._used:
+            return f"operators of {self.device.name} that are in no table take {roofline}"
+        return f"no operator was measured on {self.device.name}: times are {roofline}"
 
     def _dispatch(self, profile: Profile) -> tuple[float, str]:
         if self.same_device:
@@ -178,10 +193,21 @@ class OperatorPrices:
         near = self._measured.interpolate(op, kind, dtype, _call(op, inputs, attributes))
         if near is not None:
             return OpPrice(near.time_s, near.spread, "interpolated", kind, near.rows, gap_s)
-        matmul = kind in MATMUL_FAMILIES
-        work = Work(flops(op, inputs, outputs, attributes) if matmul else 0, bytes_moved(op, inputs, outputs))
-        time_s, spread = self.roofline(op, dtype, work, attributes)
+        call = _call(op, inputs, attributes, outputs)
+        _, published = self._published(op, dtype, call)
+        if published is not None:
+            return OpPrice(published.time_s, published.spread, published.kind, kind, (), gap_s)
+        time_s, spread = self.roofline(op, dtype, call.work, attributes)
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
+
+    def _published(self, op: str, dtype: str, call: Call) -> tuple[TablePrices | None, TablePrice | None]:
+        """The first table that prices a call, and its price."""
+        for table in self._tables:
+            found = table.price(op, dtype, call)
+            if found is not None:
+                self._used[table] = None
+                return table, found
+        return None, None
 
     def evidence(
         self,
@@ -201,6 +227,10 @@ class OperatorPrices:
         near = self._measured.evidence(op, kind, dtype, _call(op, inputs, attributes))
         if near is not None:
             return near
+        call = _call(op, inputs, attributes, outputs)
+        table, _ = self._published(op, dtype, call)
+        if table is not None:
+            return table.evidence(op, dtype, call)
         prior, share = self._reached(op, attributes)
         rate = f"{prior.bandwidth_efficiency:.0%} of {self.device.bandwidth_bytes_per_s / 1e12:.3g} TB/s"
         if kind in MATMUL_FAMILIES:
@@ -242,8 +272,13 @@ def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
     return inputs[0].dtype if inputs else (outputs[0].dtype if outputs else "float32")
 
 
-def _call(op: str, inputs: Sequence[Tensor], attributes: frozenset[str]) -> Call:
-    """A call by its inputs alone, which is what a capture sees of it."""
+def _call(
+    op: str, inputs: Sequence[Tensor], attributes: frozenset[str], outputs: Sequence[Tensor] = ()
+) -> Call:
+    """A call, by its inputs alone where that is what a capture sees of it."""
     kind = family(op)
-    work = Work(flops(op, inputs, (), attributes) if kind in MATMUL_FAMILIES else 0, bytes_moved(op, inputs))
+    work = Work(
+        flops(op, inputs, outputs, attributes) if kind in MATMUL_FAMILIES else 0,
+        bytes_moved(op, inputs, outputs),
+    )
     return Call(call_sizes(kind, op, inputs), attributes, work)

@@ -28,6 +28,7 @@ from llmprof.extrapolate.schedule import Pipeline
 from llmprof.extrapolate.simulate import Array, Pass, Span
 from llmprof.extrapolate.stage import Stage, equal_stages
 from llmprof.extrapolate.steady import StageClock, Times, Timetable, most_in_flight, run_step
+from llmprof.extrapolate.table import TABLE_KINDS
 from llmprof.extrapolate.uncertainty import Factors, Probes
 from llmprof.extrapolate.window import window_scale, wrapper_us
 from llmprof.extrapolate.work import LayerWork
@@ -82,7 +83,8 @@ class Simulation:
         step_s: time of the step in every draw, shape (1 + draws,).
         parts: owners of the nominal step on the slowest stage (the one that waits least for others); they sum to
             it, and waiting for others to end is part of the bubble.
-        evidence: shares of measured, interpolated and assumed work on the slowest stage, summing to 1.
+        evidence: shares of measured, interpolated and assumed work on the slowest stage, summing to 1; "table" is the part
+            of the interpolated one that published tables price.
     """
 
     plan: Plan
@@ -328,5 +330,6 @@ def _shares(ledger: FlatLedger, extra: Parts, calibration: Calibration) -> Parts
         "host": parts.get("host", 0.0),
     }
     explained = calibration.explained(np.array([moving[name] for name in CLASSES]))
-    shares["interpolated"] += explained * sum(assumed.values()) / total
-    return {**shares, "assumed": max(0.0, 1.0 - sum(shares.values()))}
+    tables = sum(seconds for kind, seconds in evidence.items() if kind.startswith(TABLE_KINDS)) / total
+    shares["interpolated"] += explained * sum(assumed.values()) / total + tables
+    return {**shares, "assumed": max(0.0, 1.0 - sum(shares.values())), "table": tables}

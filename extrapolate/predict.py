@@ -123,6 +123,7 @@ def forecast_object(
         "measured_fraction": simulation.evidence["measured"],
         "interpolated_fraction": simulation.evidence["interpolated"],
         "assumed_fraction": assumed,
+        "table_fraction": simulation.evidence["table"],
         "assumptions": list(_assumptions(cluster, simulation)),
         "cost": step_cost(cluster, gpus=layout.gpus, step_time_s=time.p50, tokens_per_step=per_step),
         "energy_j_per_step": energy,

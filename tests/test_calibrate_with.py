@@ -96,7 +96,7 @@ def test_a_table_of_the_device_s_runs_corrects_the_forecast(
     assert 0.1 < moved < 0.25
     width = [log(f["step_time_s"]["p90"] / f["step_time_s"]["p10"]) for f in (cold, warm)]
     assert width[1] < width[0]
-    assert warm["interpolated_fraction"] > cold["interpolated_fraction"] == 0.0
+    assert warm["interpolated_fraction"] > cold["interpolated_fraction"] == cold["table_fraction"]
     assert sum(warm["breakdown_s"].values()) == pytest.approx(warm["step_time_s"]["p50"], rel=1e-9)
 
 

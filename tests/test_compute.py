@@ -214,7 +214,7 @@ def test_roofline_by_hand() -> None:
     """Nothing measured: floor + the slower of 2mnk / (e peak) and bytes / (e bandwidth)."""
     priors = load_priors()
     device = load_cluster("8xH100-SXM").device
-    table = OperatorPrices(Profile(manifest=Manifest()), device, same_device=False)
+    table = OperatorPrices(Profile(manifest=Manifest()), device, same_device=False, tables=False)
     n = 8192
     inputs = t(n, n, dtype="bfloat16"), t(n, n, dtype="bfloat16")
     found = table.price("aten::mm", inputs, (t(n, n, dtype="bfloat16"),))

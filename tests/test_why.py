@@ -83,13 +83,26 @@ def test_a_shape_that_was_not_measured_names_those_it_resembles(
 
 
 def test_a_forecast_elsewhere_rests_on_the_roofline(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = why(capsys, "forecast", str(run), *ON_H100, "--why", "mm")
+    found = why(capsys, "forecast", str(run), "--cluster", "8xB200", "--layout", "dp=4", "--why", "mm")
     calls = found["calls"]
     assert isinstance(calls, list) and calls
     assert {(call["kind"], call["method"]) for call in calls} == {("assumed", "roofline")}
     assert calls[0]["source"].startswith("matmul: ")
     totals = [call["time_us"] * call["count"] for call in calls]
     assert totals == sorted(totals, reverse=True)
+
+
+def test_a_forecast_on_a_device_with_a_table_names_its_rows(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call, *_ = why(capsys, "forecast", str(run), *ON_H100, "--why", "mm")["calls"]
+    assert (call["kind"], call["method"]) == ("table", "table")
+    assert call["neighbours"] and "Apache-2.0" in call["source"]
+    call, *_ = why(capsys, "forecast", str(run), "--cluster", "8xH200", "--layout", "dp=4", "--why", "mm")[
+        "calls"
+    ]
+    assert (call["kind"], call["method"]) == ("transferred", "transferred")
+    assert "rooflines of H200-SXM5-141GB and it" in call["basis"]
 
 
 def test_several_layouts_answer_one_by_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

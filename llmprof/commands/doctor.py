@@ -52,7 +52,7 @@ def execute(args: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Versions, what torch sees, and checks with a hint where something will not work."""
     versions = {name: _version(name) for name in ("llmprof-torch", *PACKAGES)}
-    torch = _probe_torch()
+    torch, devices = _probe_torch(), _devices()
     checks = [
         _check_torch(versions["torch"], torch),
         _check_cuda(torch),
@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
         _check_nvml(torch),
         _check_tensorboard(versions["tensorboard"]),
         _check_torch_tb(versions["torch-tb-profiler"]),
+        _check_tables(devices),
     ]
     return {
         "python": platform.python_version(),
@@ -69,6 +70,7 @@ def examine() -> dict[str, Any]:
         "device_count": torch.get("device_count"),
         "threads": torch.get("threads"),
         "backends": torch.get("backends", []),
+        "devices": devices,
         "checks": checks,
     }
 
@@ -166,6 +168,28 @@ def _check_torch_tb(installed: str | None) -> dict[str, Any]:
         f"torch-tb-profiler {installed} loads its charts from the internet",
         "offline it shows only a spinner: use the LLMPROF tab; on GPU traces its device times are unreliable",
     )
+
+
+def _check_tables(devices: dict[str, list[str]]) -> dict[str, Any]:
+    """Which devices have published times of operators; all others are priced by their specification."""
+    found = ", ".join(devices["table"])
+    others = f"{len(devices['same_chip'])} with the same chip, {len(devices['spec_sheet'])} by their spec sheet alone"
+    return _check("device tables", True, f"operators measured on {found}; {others} (--json lists them)")
+
+
+def _devices() -> dict[str, list[str]]:
+    """Devices of the catalogue by what prices operators that were not captured on them."""
+    from llmprof.schema.device_tables import table_names
+    from llmprof.schema.devices import device_entry, device_names
+
+    own = set(table_names())
+    found: dict[str, list[str]] = {"table": sorted(own), "same_chip": [], "spec_sheet": []}
+    for name in device_names():
+        if name not in own:
+            found["same_chip" if own.intersection(device_entry(name).same_chip) else "spec_sheet"].append(
+                name
+            )
+    return found
 
 
 def _at_least(installed: str | None, wanted: tuple[int, int]) -> bool:

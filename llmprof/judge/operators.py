@@ -138,7 +138,7 @@ def _shares(calls: tuple[OpCall, ...], device: Device) -> tuple[_Share, ...]:
 @lru_cache(maxsize=64)
 def _assumed_prices(name: str) -> OperatorPrices:
     device = find_device(name)
-    return OperatorPrices(_profile(device, []), device, same_device=False)
+    return OperatorPrices(_profile(device, []), device, same_device=False, tables=False)
 
 
 def _price(fitted: Sequence[Item], asked: Sequence[Item]) -> list[tuple[float, float]]:
@@ -170,7 +170,7 @@ def _fitted_prices(fitted: Sequence[Item]) -> dict[str, OperatorPrices]:
             measured[item.work.device.name].extend(_measured(item, shares[item.index]))
         devices = {item.work.device.name: item.work.device for item in fitted}
         prices = {
-            name: OperatorPrices(_profile(device, measured[name]), device, same_device=True)
+            name: OperatorPrices(_profile(device, measured[name]), device, same_device=True, tables=False)
             for name, device in devices.items()
         }
         for name, own in prices.items():

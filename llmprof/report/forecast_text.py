@@ -229,6 +229,8 @@ def _baselines(forecast: Forecast) -> Text:
 def _price_kinds(forecast: Forecast) -> RenderableType:
     kinds = ("measured", "interpolated", "assumed")
     shares = ", ".join(f"{kind} {percent_text(forecast[f'{kind}_fraction'])}" for kind in kinds)
+    if forecast.get("table_fraction"):
+        shares += f" (published tables: {percent_text(forecast['table_fraction'])} of all)"
     return Text(f"  priced from: {shares}", style="dim")
 
 

@@ -24,11 +24,13 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         device: the numbers, each with its source.
         usual_machine: the cluster of the catalogue that is taken where nothing else is stated; "" when none is usual.
         assumed_names: names that fit other devices too, with what is assumed when they are used.
+        same_chip: devices with the same chip, nearest first, whose tables of operators price this one, too.
     """
 
     device: Device
     usual_machine: str = ""
     assumed_names: dict[str, str] = {}
+    same_chip: tuple[str, ...] = ()
 
 
 class _Index(NamedTuple):
@@ -55,8 +57,14 @@ def find_device(name: str) -> Device:
 
 def known_device(name: str) -> Device | None:
     """As `find_device`, with None for a device that is not in the catalogue."""
+    found = known_entry(name)
+    return found.device if found else None
+
+
+def known_entry(name: str) -> DeviceEntry | None:
+    """As `device_entry`, with None for a device that is not in the catalogue."""
     found = _index().by_name.get(normal_name(name))
-    return found[0].device if found else None
+    return found[0] if found else None
 
 
 def device_assumption(name: str) -> str | None:
@@ -67,10 +75,10 @@ def device_assumption(name: str) -> str | None:
 
 def device_entry(name: str) -> DeviceEntry:
     """The catalogue's whole entry of a device; raises as `find_device` does."""
-    found = _index().by_name.get(normal_name(name))
+    found = known_entry(name)
     if found is None:
         raise _unknown(name)
-    return found[0]
+    return found
 
 
 def normal_name(name: str) -> str:

@@ -74,6 +74,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         view_us: host time of a view or allocation on a GPU, which launches nothing.
         cpu_gap_us: host time between two operators on a CPU; `cpu_gap_spread` of its logarithm.
         mfu: of a run about which nothing is known.
+        table_spread: of a price from a published table, beside its own: inputs and clocks of the source are not the run's.
         outside_share: what rows miss beyond their largest, over what the smaller part of them misses the larger part by.
         families: by operator family; "default" for the rest.
         networks: names of link levels between nodes.
@@ -91,6 +92,7 @@ class Priors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpu_gap_spread: float
     mfu: float
     networks: tuple[str, ...]
+    table_spread: float
     outside_share: float
     families: dict[str, FamilyPrior]
     links: dict[str, LinkPrior]
