@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from llmprof.extrapolate.attention import NATIVE, attention_kernel, attention_prior
+from llmprof.extrapolate.attention import FIRST, NATIVE, attention_kernel, attention_prior
 from llmprof.extrapolate.curves import LONE_SPREAD, Evidence, Work
 from llmprof.extrapolate.features import call_sizes
 from llmprof.extrapolate.measured import MeasuredOperators
@@ -201,7 +201,10 @@ class OperatorPrices:
         return OpPrice(time_s, spread, "assumed", kind, (), gap_s)
 
     def _published(self, op: str, dtype: str, call: Call) -> tuple[TablePrices | None, TablePrice | None]:
-        """The first table that prices a call, and its price."""
+        """The first table that prices a call, and its price. None has rows of the first FlashAttention."""
+        if FIRST in call.attributes:
+            return None, None
+        call = call._replace(attributes=call.attributes - {NATIVE})
         for table in self._tables:
             found = table.price(op, dtype, call)
             if found is not None:
@@ -230,7 +233,7 @@ class OperatorPrices:
         call = _call(op, inputs, attributes, outputs)
         table, _ = self._published(op, dtype, call)
         if table is not None:
-            return table.evidence(op, dtype, call)
+            return table.evidence(op, dtype, call._replace(attributes=call.attributes - {NATIVE}))
         prior, share = self._reached(op, attributes)
         rate = f"{prior.bandwidth_efficiency:.0%} of {self.device.bandwidth_bytes_per_s / 1e12:.3g} TB/s"
         if kind in MATMUL_FAMILIES:
