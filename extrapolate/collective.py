@@ -46,6 +46,7 @@ class CollectivePrices:
         rows = [r for r in profile.collectives if _usable(r, cluster)] if same_device else []
         self._curves = _curves([r for r in rows if not r.span])
         placed = [r for r in rows if r.span]
+        self._back_to_back = not all(r.in_situ for r in placed)
         self._sweep = Sweep([Measured(_message(r), r.time_us * 1e-6) for r in placed], self._links)
         self._measured_level = self._level_of(profile)
         self._cache: dict[tuple[str, int, int, int], OpPrice] = {}
@@ -90,7 +91,7 @@ class CollectivePrices:
             return OpPrice(0.0, 0.0, "measured", name)
         placed = self._sweep.estimate(Message(kind, size_bytes, max(group_size, 2), span))
         if placed is not None:
-            waiting_s = self._links.routes[link.name].prior.in_situ_us * 1e-6
+            waiting_s = self._links.routes[link.name].prior.in_situ_us * 1e-6 if self._back_to_back else 0.0
             return OpPrice(placed.time_s + waiting_s, placed.spread, "interpolated", name, placed.rows)
         if link.name == self._measured_level:
             kind = "send" if kind in POINT_TO_POINT else kind

@@ -29,7 +29,7 @@ from llmprof.schema.operators import (
     is_free,
 )
 from llmprof.schema.priors import FamilyPrior, Priors, load_priors
-from llmprof.schema.profile import Profile
+from llmprof.schema.profile import Profile, SourceRow
 
 KINDS = ("measured", "interpolated", *TABLE_KINDS, "assumed")
 
@@ -56,11 +56,13 @@ class OpPrice(NamedTuple):
 
 def is_same_device(profile: Profile, device: Device) -> bool:
     """True when a profile was measured on this kind of device, so that its times price it."""
-    for source in profile.sources:
-        names = {n.lower() for n in (device.name, *device.aliases)}
-        if source.device == device.kind and source.device_name.lower() in names:
-            return True
-    return False
+    return any(is_device(source, device) for source in profile.sources)
+
+
+def is_device(source: SourceRow, device: Device) -> bool:
+    """True when what measured is this kind of device."""
+    names = {n.lower() for n in (device.name, *device.aliases)}
+    return source.device == device.kind and source.device_name.lower() in names
 
 
 class OperatorPrices:

@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measured",
         metavar="TABLE",
-        help="operators timed on such a device by llmprof measure -o: they price the forecast",
+        action="append",
+        default=[],
+        help="times of such a device, by llmprof measure -o or llmprof import; give it several times",
     )
     parser.add_argument("--why", metavar="OP", help=f"instead of the forecast: {HELP}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -71,11 +73,11 @@ def execute(args: argparse.Namespace) -> int:
 
     layouts = parse_layouts(args.layout, gpus=args.gpus)
     profile = load_subject(args, layouts)
-    if args.measured:
-        profile = _with_table(profile, args.measured)
+    for table in args.measured:
+        profile = _with_table(profile, table)
     cluster = load_cluster(args.cluster, profile=profile)
-    if args.measured:
-        _check_table(args.measured, profile, cluster)
+    for table in args.measured:
+        _check_table(table, cluster)
     if args.why is not None:
         known, sizes = _calibration(cluster, args), (args.global_batch, args.seq)
         answers = why_layouts(profile, layouts, cluster, args.why, calibration=known, sizes=sizes)
@@ -99,20 +101,20 @@ def _with_table(profile: Profile, path: str) -> Profile:
     return with_measurements(profile, read_measurements(path))
 
 
-def _check_table(path: str, profile: Profile, cluster: Cluster) -> None:
-    """Check that a table which prices a profile was measured on the cluster's device.
+def _check_table(path: str, cluster: Cluster) -> None:
+    """Check that a table was measured on the cluster's device.
 
     Raises:
         TableError: with both devices.
     """
-    from llmprof.extrapolate.compute import is_same_device
-    from llmprof.schema.measurements import machine
+    from llmprof.extrapolate.compute import is_device
+    from llmprof.schema.measurements import machine, read_measurements
 
-    if not is_same_device(profile, cluster.device):
-        measured_on = machine(profile.sources[0])
+    source = read_measurements(path).source
+    if not is_device(source, cluster.device):
         raise TableError(
-            f"{path} was measured on {measured_on}, and the forecast is for {cluster.device.name}",
-            hint="times of one device never price another: leave --measured out, or name its own cluster",
+            f"{path} was measured on {machine(source)}, and the forecast is for {cluster.device.name}",
+            hint="times of one device never price another: leave it out, or name its own cluster",
         )
 
 

@@ -194,10 +194,9 @@ class _Subject:
     """
 
     def __init__(self, args: argparse.Namespace, source: SourceRow) -> None:
-        from llmprof.extrapolate.compute import is_same_device
+        from llmprof.extrapolate.compute import is_device
         from llmprof.schema.catalogue import load_cluster
         from llmprof.schema.measurements import IN_RUN, machine
-        from llmprof.schema.profile import Manifest, Profile
 
         self.args = args
         self.layouts: list[Layout] = parse_layouts(args.layout, gpus=None)
@@ -205,7 +204,7 @@ class _Subject:
         self.cluster = load_cluster(args.cluster, profile=self.profile)
         self.path = Path(args.output) if args.output else Path(args.run) / IN_RUN
         here = machine(source)
-        if not is_same_device(Profile(manifest=Manifest(), sources=(source,)), self.cluster.device):
+        if not is_device(source, self.cluster.device):
             raise RequestError(
                 f"the forecast is for {self.cluster.device.name}, and this machine has {here}",
                 hint="times of one device never price another: measure on a machine that has one",
