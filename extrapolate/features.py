@@ -22,6 +22,12 @@ QUERY_BLOCK = 128
 """Queries that one compute unit works on at a time: common in attention kernels."""
 ALIGNED = 7
 """Sizes are aligned to powers of two up to this one."""
+SHORT_ROW = 10.0
+"""Base-2 logarithm of the columns up to which softmax and norms keep a row in registers: another kernel takes longer ones."""
+VECTOR = 3
+"""Base-2 logarithm of the elements that a kernel loads at once."""
+APART = 4.0
+"""How far, in octaves, calls with an attribute, or of another kernel, stand from those without: assumed."""
 _LARGEST = 40.0
 _FIRST_OPERANDS = 2
 
@@ -118,6 +124,23 @@ def attention_features(logs: Array, units: int | None) -> Array:
         return np.zeros((len(logs), 0))
     heads, _, tokens, *_ = np.exp2(logs).round().T
     return _idle(heads * np.ceil(tokens / QUERY_BLOCK), units)[:, None]
+
+
+def row_features(logs: Array, *, alone: Array) -> Array:
+    """Which kernel takes rows of a length, and how they fill it, shape (n, 3).
+
+    Long rows have another kernel than short ones; rows with odd columns do not divide into vectors; short ones are padded
+    to a power of two.
+
+    Args:
+        logs: of (rows, columns, ...), shape (n, sizes).
+        alone: False for lists of tensors, which have no rows: their features are 0; shape (n,).
+    """
+    long = logs[:, 1] > SHORT_ROW
+    columns = np.exp2(np.minimum(logs[:, 1], _LARGEST)).round().astype(np.int64)
+    vectors = 0.5 * np.minimum(np.log2(columns & -columns), VECTOR)
+    padding = np.where(long, 0.0, 2.0 * (np.ceil(logs[:, 1] - 1e-9) - logs[:, 1]))
+    return np.where(alone[:, None], np.stack([APART * long, vectors, padding], axis=1), 0.0)
 
 
 def _idle(tiles: Array, units: int) -> Array:

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from llmprof.errors import ClusterError
 from llmprof.extrapolate.curves import LONE_SPREAD, MAX_SPREAD, Estimate, Evidence, Neighbour, Work
-from llmprof.extrapolate.features import Sizes, attention_features, fill_features, tile_waste
+from llmprof.extrapolate.features import (
+    APART,
+    Sizes,
+    attention_features,
+    fill_features,
+    row_features,
+    tile_waste,
+)
 from llmprof.extrapolate.kriging import Kriging
 from llmprof.extrapolate.peaks import peak_flops
 from llmprof.extrapolate.saturation import Rates, Rows, fit_saturation
@@ -38,10 +45,6 @@ MARGIN = 0.1
 """How far features go beyond those of the rows; farther out the form alone says what changes."""
 _Q80 = 1.2816
 """80 % of normal values lie within so many standard deviations."""
-SHORT_ROW = 10.0
-"""Base-2 logarithm of the columns up to which softmax and norms keep a row in registers: another kernel takes longer ones."""
-_APART = 4.0
-"""How far, in octaves, calls with an attribute stand from those without: assumed."""
 
 
 class Call(NamedTuple):
@@ -156,7 +159,7 @@ class Surface:
 
     def _features(self, calls: Sequence[Call]) -> Array:
         logs, units = np.array([call.sizes.logs for call in calls]), self._units
-        said = [[_APART * (name in call.attributes) for name in self._attributes] for call in calls]
+        said = [[APART * (name in call.attributes) for name in self._attributes] for call in calls]
         parts = [logs, np.array(said).reshape(len(calls), -1)]
         work = self._rows(calls)
         parts.append(np.log2(self._form.seconds(work))[:, None])
@@ -167,7 +170,7 @@ class Surface:
         elif calls[0].sizes.kind == "attention":
             parts.append(attention_features(logs, units))
         else:
-            parts.append(np.where(logs[:, 1:2] > SHORT_ROW, _APART, 0.0))
+            parts.append(row_features(logs, alone=self._tensors(calls) == 1.0))
         return np.concatenate(parts, axis=1)
 
     @property

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmprof.extrapolate.curves import Work
-from llmprof.extrapolate.features import Sizes, call_sizes, fill_features, tile_waste
+from llmprof.extrapolate.features import Sizes, call_sizes, fill_features, row_features, tile_waste
 from llmprof.extrapolate.kriging import Kriging, _surprise
 from llmprof.extrapolate.saturation import Rows, fit_saturation
 from llmprof.extrapolate.surface import Call, Surface, Timed
@@ -55,6 +55,14 @@ def test_products_fill_compute_units_in_waves() -> None:
     assert row[:3] == pytest.approx([3.5, 3.5, 2.5])  # 2^7 and more, 2^7 and more, 96 = 3 x 2^5
     assert row[3:] == pytest.approx([log2(120 / 64), log2(60 / 32), log2(300 / 256)])
     assert fill_features(np.log2([[1, 1024, 1024, 96]]), None).shape == (1, 3)
+
+
+def test_rows_fill_vectors_and_powers_of_two() -> None:
+    columns = np.log2([1024, 768, 33, 4095, 16384])
+    found = row_features(np.stack([np.full(5, 12.0), columns], axis=1), alone=np.array([True] * 4 + [False]))
+    assert found[:, 0].tolist() == [0, 0, 0, 4, 0]
+    assert found[:, 1].tolist() == [1.5, 1.5, 0, 0, 0]
+    assert found[:, 2] == pytest.approx([0, 2 * log2(1024 / 768), 2 * log2(64 / 33), 0, 0])
 
 
 def made_up(count: int, seed: int = 0) -> tuple[Rows, np.ndarray]:
