@@ -30,7 +30,7 @@ def why_text(why: Mapping[str, Any], *, top: int) -> RenderableType:
         parts += [Text(), *_call(call)]
     sources = dict.fromkeys(call["source"] for call in calls[:top] if call["source"])
     if sources:
-        parts += [heading("Assumed by"), *(bullet(" -", source, style="dim") for source in sources)]
+        parts += [heading("Sources"), *(bullet(" -", source, style="dim") for source in sources)]
     return Group(*parts)
 
 
@@ -48,7 +48,7 @@ def _call(call: Mapping[str, Any]) -> list[RenderableType]:
         price,
         Text(f"  {_facts(call)}", style="dim"),
         bullet(" -", str(call["basis"]), style="dim"),
-        _neighbours(call["neighbours"]),
+        _neighbours(call["neighbours"], op=call["op"]),
     ]
 
 
@@ -64,7 +64,7 @@ def _facts(call: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, facts))
 
 
-def _neighbours(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+def _neighbours(rows: Sequence[Mapping[str, Any]], *, op: str) -> RenderableType:
     if not rows:
         return Group()
     table = Table.grid(padding=(0, 2), expand=True)
@@ -74,5 +74,10 @@ def _neighbours(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     for row in rows:
         weight = f"weight {row['weight']:.3f}"
-        table.add_row("", Elided(row["name"]), time_text(row["time_us"]), Text(weight, style="dim"))
+        table.add_row(
+            "",
+            Elided(row["name"].removeprefix(f"{op} ")),
+            time_text(row["time_us"]),
+            Text(weight, style="dim"),
+        )
     return table
