@@ -1,10 +1,11 @@
 """A traced workload becomes what another implementation of the same model would run: rewrite rules in one table.
 
-`eager` is the trace. `compile` fuses whatever is connected, as inductor does. `megatron` and `te` (Transformer Engine)
-fuse norm, rope, activation, dropout and residual sum, softmax and cross-entropy each by itself, and put projections
-that share their input in one matmul. Matmul FLOPs never change. A fused operator moves the bytes that come from outside
-its region and those that are needed outside it. Its backward mirrors it: it reads the gradients of what was written and
-what was saved, and writes the gradients of what was read.
+`eager` is the trace; `plain` has its kernels under tensor-parallel layers of the model's own, without DTensor. `compile`
+fuses whatever is connected, as inductor does. `megatron` and `te` (Transformer Engine) fuse norm, rope, activation, dropout
+and residual sum, softmax and cross-entropy each by itself, and put projections that share their input in one matmul. Matmul
+FLOPs never change. A fused operator moves the bytes that come from outside its region and those that are needed outside
+it. Its backward mirrors it: it reads the gradients of what was written and what was saved, and writes the gradients of
+what was read.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Rules:
 
 IMPLEMENTATIONS: dict[str, Rules | None] = {
     "eager": None,
+    "plain": None,
     "compile": Rules(
         sums=False, merges=False, leading=False, early=False, views=False, native=False, optimizer=""
     ),
@@ -84,7 +86,7 @@ def apply_implementation(workload: Workload, name: str, *, attention: str = "fla
             hint=f"leave the implementation out, or trace the model in eager mode to forecast {name}",
         )
     rules = IMPLEMENTATIONS[name] if workload.implementation != name else None
-    if rules is None and attention == "flash":
+    if name == workload.implementation and attention == "flash":
         return workload
     return msgspec.structs.replace(
         workload,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmprof.schema.model import ModelShape
     from llmprof.schema.profile import Profile
 
-IMPLEMENTATIONS = ("eager", "compile", "megatron", "te")
+IMPLEMENTATIONS = ("eager", "plain", "compile", "megatron", "te")
 _MAX_CONFIG_BYTES = 10_000_000
 
 
