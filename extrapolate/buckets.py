@@ -119,9 +119,11 @@ def stage_buckets(runs: Runs) -> Buckets:
     )
 
 
-def gradient_bytes(parameters: Sequence[Parameter]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of the gradients of parameters, in their own dtype: of those that all replicas hold, and of experts."""
-    sizes = [(p.expert, p.numel * ITEM_BYTES.get(p.dtype, 4)) for p in parameters]
+def gradient_bytes(
+    parameters: Sequence[Parameter], dtype: str = ""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of the gradients of parameters, in their own dtype or the one given: those that all replicas hold, and of experts."""
+    sizes = [(p.expert, p.numel * ITEM_BYTES.get(dtype or p.dtype, 4)) for p in parameters]
     return tuple(n for expert, n in sizes if not expert), tuple(n for expert, n in sizes if expert)
 
 

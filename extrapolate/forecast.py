@@ -22,7 +22,7 @@ from llmprof.extrapolate.ledger import Call, FlatLedger, Ledger, Parts, add_into
 from llmprof.extrapolate.machine import Machine, Segment
 from llmprof.extrapolate.memory import Capacity, MemoryForecast, forecast_memory, measured_framework
 from llmprof.extrapolate.partition import Plan, evaluate_layers, partition
-from llmprof.extrapolate.precision import choose_precision
+from llmprof.extrapolate.precision import HALF, choose_precision
 from llmprof.extrapolate.request import check_asked, check_passes, check_supported, resolve_batch
 from llmprof.extrapolate.schedule import Pipeline
 from llmprof.extrapolate.simulate import Array, Pass, Span
@@ -200,7 +200,13 @@ class Forecaster:
     def _plan(self, layout: Layout, seq: int) -> tuple[Plan, LayerKey]:
         captured, kind = self._workload.precision, self.cluster.device.kind
         masters = self._workload.source == "reference"
-        rule = choose_precision(captured=captured, asked=layout.precision, device_kind=kind, masters=masters)
+        rule = choose_precision(
+            captured=captured,
+            asked=layout.precision,
+            device_kind=kind,
+            masters=masters,
+            narrow=self._workload.optimizer.gradient_dtype in HALF,
+        )
         key = LayerKey.of(layout, seq=seq, precision=rule.target)
         if key not in self._layers:
             self._layers[key] = evaluate_layers(self._workload, layout, seq=seq, precision=rule)

@@ -63,7 +63,7 @@ def _calls(layer: LayerWork, simulation: Simulation) -> Iterator[tuple[OpCall, f
             if not op.collective:
                 yield _call(op), times * op.count
     if layout.accum > 1:
-        for gradient in accumulated(layer, layout):
+        for gradient in accumulated(layer, plan):
             yield OpCall(op="aten::add_", inputs=(gradient, gradient), outputs=(gradient,)), layout.accum
 
 

@@ -178,18 +178,20 @@ def _of(ops: Sequence[Op], phase: str) -> list[Op]:
 def _accumulation(layer: LayerWork, plan: Plan, machine: Machine) -> Cost:
     """Adding a microbatch's gradients to what is there."""
     cost = Cost()
-    for gradient in accumulated(layer, plan.layout):
+    for gradient in accumulated(layer, plan):
         cost.add(machine.prices.operator("aten::add_", (gradient, gradient), (gradient,)))
     return cost
 
 
-def accumulated(layer: LayerWork, layout: Layout) -> Iterator[Tensor]:
+def accumulated(layer: LayerWork, plan: Plan) -> Iterator[Tensor]:
     """Gradients to which each microbatch adds, on the shard when gradients are sharded each time."""
+    layout = plan.layout
     sharded = layout.zero == 2 or (layout.zero == 3 and layout.pp == 1)
     shards = Shards.of(layout) if sharded else Shards(1, 1)
     for parameter in layer.own_parameters:
         if parameter.trainable:
-            yield Tensor((-(-parameter.numel // shards.by(parameter)),), parameter.dtype)
+            dtype = plan.precision.gradients or parameter.dtype
+            yield Tensor((-(-parameter.numel // shards.by(parameter)),), dtype)
 
 
 def groups_optimizer(plan: Plan, machine: Machine) -> bool:

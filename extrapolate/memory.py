@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -110,10 +111,8 @@ def stage_memory(plan: Plan, capacity: Capacity, *, stage: int, in_flight: float
     kind = cluster.device.kind
     state = state_bytes(plan, stage)
     layers = [(plan.layers[name], count) for name, count in plan.stages[stage]]
-    activations = round(in_flight * activation_bytes(layers, recompute=plan.layout.recompute == "full"))
-    temporary = max((layer.temporary_bytes for layer, _ in layers), default=0)
-    if plan.layout.recompute == "full":
-        temporary += max((layer.saved_bytes for layer, _ in layers if layer.kind == "block"), default=0)
+    live = backward_peak(layers, in_flight=in_flight, recompute=plan.layout.recompute == "full")
+    activations, temporary = round(live.activations), live.temporary
     communication = buffer_bytes(plan, cluster, stage)
     framework = capacity.framework_bytes or FRAMEWORK_BYTES.get(kind, 300e6)
     library = COLLECTIVE_LIBRARY_BYTES.get(cluster.backend, 0.0) if plan.layout.gpus > 1 else 0.0
@@ -145,7 +144,7 @@ def _state_of(plan: Plan, held: Callable[..., int], shard: int) -> dict[str, int
     """State of the parameters whose bytes `held` tells, divided over a number of ranks."""
     layout, optimizer = plan.layout, plan.workload.optimizer
     slots = optimizer.state_slots * held(optimizer.state_dtype, trainable=True)
-    gradients, parameters = held(trainable=True), held()
+    gradients, parameters = held(plan.precision.gradients, trainable=True), held()
     if plan.precision.mixed and layout.zero < 3:
         slots += held("float32", trainable=True)
         parameters = held(plan.precision.activation)
@@ -162,13 +161,34 @@ def _share(size: int, shard: int) -> int:
     return -(-size // shard)
 
 
-def activation_bytes(layers: Sequence[tuple[LayerWork, int]], *, recompute: bool) -> int:
-    """Saved for the backward of one microbatch; with recomputation a block keeps only what it was given."""
-    total = 0
-    for layer, count in layers:
-        kept = layer.boundary_bytes if recompute and layer.kind == "block" else layer.saved_bytes
-        total += count * kept
-    return total
+class Live(NamedTuple):
+    """Bytes at one moment: kept for backwards to come, and of the operators that run."""
+
+    activations: float
+    temporary: int
+
+
+def backward_peak(layers: Sequence[tuple[LayerWork, int]], *, in_flight: float, recompute: bool) -> Live:
+    """The largest moment of a microbatch's backward, with those of all others in flight.
+
+    Backwards free what their layer kept, the last layer first: the loss has freed its logits when the last block begins.
+    With recomputation a block keeps what it was given, and what it saves is there again while its own backward runs.
+
+    Args:
+        layers: of the stage, in the order of the forward, with how often each runs.
+    """
+    kept = [
+        layer.boundary_bytes if recompute and layer.kind == "block" else layer.saved_bytes
+        for layer, _ in layers
+    ]
+    total = in_flight * sum(size * count for size, (_, count) in zip(kept, layers, strict=True))
+    best, freed = Live(total, 0), 0
+    for size, (layer, count) in reversed([*zip(kept, layers, strict=True)]):
+        again = layer.saved_bytes if recompute and layer.kind == "block" else 0
+        here = Live(total - freed, layer.temporary_bytes + again)
+        best = max(best, here, key=sum)
+        freed += size * count
+    return best
 
 
 def buffer_bytes(plan: Plan, cluster: Cluster, stage: int) -> int:

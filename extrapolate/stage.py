@@ -277,7 +277,10 @@ class Chunk:
 
     def _reducer(self, order: Names) -> Reducer:
         buckets = stage_buckets(
-            tuple((*gradient_bytes(self._trainable(name)), count) for name, count in order)
+            tuple(
+                (*gradient_bytes(self._trainable(name), self.plan.precision.gradients), count)
+                for name, count in order
+            )
         )
         plan, machine, group = self.plan, self.machine, self.machine.prices.group
         groups = (plan.layout.zero == 0, *(group[name] for name in (*COMMON, *EXPERTS)))

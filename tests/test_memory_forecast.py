@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmprof.extrapolate.memory import Capacity, forecast_memory, stage_memory, state_bytes
+from llmprof.extrapolate.memory import (
+    Capacity,
+    Live,
+    backward_peak,
+    forecast_memory,
+    stage_memory,
+    state_bytes,
+)
 from llmprof.extrapolate.partition import Plan, partition
 from llmprof.extrapolate.precision import PrecisionRule
 from llmprof.extrapolate.uncertainty import Factors
+from llmprof.extrapolate.work import LayerWork
 from llmprof.schema.layout import Layout
 from tests.workloads import HIDDEN, VOCAB, WIDE, cpu_cluster, gpu_cluster, workload
 
@@ -56,13 +64,52 @@ def test_mixed_precision_keeps_masters_with_the_optimizer() -> None:
 
 
 def test_activations_of_one_microbatch_by_hand() -> None:
-    # a token keeps its index (8 bytes), and per block its input and two wide rows; the head its input, the loss its logits
-    saved = 4 * 32 * (4 * (HIDDEN + 2 * WIDE) + HIDDEN + VOCAB) + 8 * 32
-    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=1)["activations"] == saved
-    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=3)["activations"] == 3 * saved
-    kept = 4 * 32 * (4 * HIDDEN + HIDDEN + VOCAB) + 8 * 32
+    # a token keeps its index (8 bytes), and per block its input and two wide rows; the head its input, the loss its logits;
+    # the most lives when the last block's backward begins: the head and the loss are done then
+    done = 4 * 32 * (HIDDEN + VOCAB)
+    saved = 4 * 32 * 4 * (HIDDEN + 2 * WIDE) + 8 * 32 + done
+    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=1)["activations"] == saved - done
+    assert stage_memory(plan_of("dp=1"), CPU, stage=0, in_flight=3)["activations"] == 3 * saved - done
+    kept = 4 * 32 * 4 * HIDDEN + 8 * 32 + done
     recomputed = stage_memory(plan_of("dp=1,recompute=full"), CPU, stage=0, in_flight=1)
-    assert recomputed["activations"] == kept
+    assert recomputed["activations"] == kept - done
+
+
+def _layer(kind: str, *, saved: int, boundary: int, temporary: int) -> LayerWork:
+    return LayerWork(
+        name=kind, kind=kind, module="", forward=(), backward=(), optimizer=(), parameters=(),
+        saved_bytes=saved, boundary_bytes=boundary, temporary_bytes=temporary,
+    )  # fmt: skip
+
+
+def test_the_largest_moment_of_a_backward_by_hand() -> None:
+    block = _layer("block", saved=100, boundary=10, temporary=30)
+    for logits, plain, again in (
+        # a small loss: the last of three blocks has the peak, after the loss has freed its own
+        (5, Live(1 + 3 * 100, 30), Live(1 + 3 * 10, 30 + 100)),
+        # a large one: its logits and their gradients are the peak, and no block runs beside them
+        (400, Live(1 + 3 * 100 + 400, 400), Live(1 + 3 * 10 + 400, 400)),
+    ):
+        layers = [
+            (_layer("prologue", saved=1, boundary=1, temporary=2), 1),
+            (block, 3),
+            (_layer("loss", saved=logits, boundary=0, temporary=logits), 1),
+        ]
+        assert backward_peak(layers, in_flight=1, recompute=False) == plain
+        assert backward_peak(layers, in_flight=1, recompute=True) == again
+        others = 2 * (1 + 3 * 100 + logits)
+        assert sum(backward_peak(layers, in_flight=3, recompute=False)) == sum(plain) + others
+
+
+def test_gradients_can_be_narrower_than_their_masters() -> None:
+    rule = PrecisionRule(captured="float32", target="bfloat16", narrow=True)
+    assert state_bytes(plan_of("dp=2", rule), 0)["gradients"] == 2 * TOTAL
+    assert (
+        state_bytes(plan_of("dp=2", PrecisionRule(captured="float32", target="float32", narrow=True)), 0)[
+            "gradients"
+        ]
+        == 4 * TOTAL
+    )
 
 
 def test_recomputed_block_lives_while_it_is_redone() -> None:
@@ -88,7 +135,7 @@ def test_stages_hold_what_their_schedule_keeps_in_flight() -> None:
     first = stage_memory(plan, CPU, stage=0, in_flight=2)["activations"]
     last = stage_memory(plan, CPU, stage=1, in_flight=1)["activations"]
     assert first == 2 * (2 * block + 8 * 32)
-    assert last == 2 * block + 4 * 32 * (HIDDEN + VOCAB)
+    assert last == 2 * block  # when its last block begins, the head and the loss are done
 
 
 def test_verdicts() -> None:

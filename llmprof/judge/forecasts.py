@@ -105,7 +105,14 @@ def _tasks(index: int, group: Group, calibration: Calibration | None) -> Iterato
 
 def _shared(case: Case) -> tuple[str, ...]:
     cluster = case.alternatives[0].cluster
-    return (repr(case.shape), case.implementation, case.attention, case.precision, cluster.name)
+    return (
+        repr(case.shape),
+        case.implementation,
+        case.gradients,
+        case.attention,
+        case.precision,
+        cluster.name,
+    )
 
 
 def _degrees(case: Case) -> tuple[int, ...]:

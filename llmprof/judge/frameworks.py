@@ -19,6 +19,7 @@ class Conventions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         match: regular expression on its name, any case.
         implementation: a profile of `llmprof.extrapolate.implementation`.
+        gradients: dtype in which they are kept and reduced, "" for float32.
         kernels: profiles of runs whose notes name a kernel, by regular expression on the notes.
         zero_stage, sequence_parallel, recompute: weights of the values of a cell that is empty; {} for those of the
             default.
@@ -27,6 +28,7 @@ class Conventions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     match: str = ""
     implementation: str
+    gradients: str = ""
     kernels: dict[str, str] = {}
     zero_stage: dict[str, float] = {}
     sequence_parallel: dict[str, float] = {}

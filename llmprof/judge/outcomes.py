@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -205,6 +206,8 @@ class Bench:
         if key not in self._profiles:
             workload = reference_workload(case.shape, degrees=self._degrees[key], precision=_traced(case))
             workload = apply_implementation(workload, case.implementation, attention=case.attention)
+            optimizer = msgspec.structs.replace(workload.optimizer, gradient_dtype=case.gradients)
+            workload = msgspec.structs.replace(workload, optimizer=optimizer)
             manifest = Manifest(name=workload.name, precision=workload.precision)
             self._profiles[key] = Profile(manifest=manifest, workload=workload)
         return self._profiles[key]
@@ -269,4 +272,4 @@ def _traced(case: Case) -> str:
 
 
 def _workload_key(case: Case) -> tuple[object, ...]:
-    return (case.shape, case.implementation, case.attention, _traced(case))
+    return (case.shape, case.implementation, case.gradients, case.attention, _traced(case))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from llmprof.errors import ClusterError, LayoutError
 from llmprof.extrapolate.request import check_supported
 from llmprof.judge.cells import Reject, Row, flag, note_of_derived, number, positive, required, text, whole
-from llmprof.judge.frameworks import implementation_of, is_causal
+from llmprof.judge.frameworks import conventions, implementation_of, is_causal
 from llmprof.judge.layouts import Weighted, combine, read_layouts, read_precision
 from llmprof.judge.shapes import read_shape
 from llmprof.schema.cluster import Cluster
@@ -55,6 +55,7 @@ class Case:
     Attributes:
         alternatives: readings of the row; several where cells are empty.
         global_batch: sequences per step; `seq` tokens in each.
+        gradients: dtype in which they are kept and reduced, "" for float32.
         implementation, attention: how it is programmed, as `apply_implementation` names it.
         optimizer: False where only forward and backward were timed.
         step_time_s: measured seconds; None where the run has no time.
@@ -70,6 +71,7 @@ class Case:
     seq: int
     precision: str
     implementation: str
+    gradients: str
     attention: str
     optimizer: bool
     step_time_s: float | None
@@ -160,6 +162,7 @@ def _read(row: Row) -> Case:
         seq=seq,
         precision=precision,
         implementation=implementation,
+        gradients=conventions(text(row, "framework")).gradients,
         attention=attention,
         optimizer="no optimizer" not in text(row, "notes").lower(),
         step_time_s=time_s,

@@ -182,12 +182,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         name: class name, such as "AdamW".
         state_slots: state tensors per parameter with the parameter's shape (AdamW: 2).
         state_dtype: dtype of those tensors.
+        gradient_dtype: in which gradients are kept and reduced beside float32 masters; "" for float32.
         launch: "single", "foreach" or "fused".
     """
 
     name: str = "AdamW"
     state_slots: int = 2
     state_dtype: str = "float32"
+    gradient_dtype: str = ""
     launch: str = "single"
 
 
