@@ -25,7 +25,7 @@ from llmprof.hooks.measure_sweep import FAMILIES, sweep_calls
 from llmprof.hooks.measure_timing import Effort, OutOfTime, Timing
 from llmprof.hooks.measure_values import Values
 from llmprof.schema.layout import Layout
-from llmprof.schema.measurements import IN_RUN, OpCall, Wanted, read_measurements
+from llmprof.schema.measurements import IN_RUN, MeasurementWriter, OpCall, Wanted, read_measurements
 from llmprof.schema.operators import Tensor
 from llmprof.schema.profile import Profile
 from llmprof.schema.store import save_profile
@@ -337,6 +337,18 @@ def test_requests_that_cannot_be_met_are_refused_in_one_line(
         code = int(stop.code or 0)
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+def test_local_is_the_machine_of_the_run_whatever_a_table_says(
+    tmp_path: Path, here: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(here, tmp_path / "run")
+    table = tmp_path / "other.jsonl"
+    MeasurementWriter(table, msgspec.structs.replace(here.sources[0], device_name="other")).close()
+    asked = ["forecast", str(tmp_path / "run"), "--cluster", "local", "--layout", "dp=1"]
+    assert cli.main(asked) == 0
+    assert cli.main([*asked, "--measured", str(table)]) == 2
+    assert "was measured on other" in capsys.readouterr().err
 
 
 def test_a_run_of_another_machine_is_not_mixed_with_this_one(

@@ -73,9 +73,11 @@ def execute(args: argparse.Namespace) -> int:
 
     layouts = parse_layouts(args.layout, gpus=args.gpus)
     profile = load_subject(args, layouts)
+    captured = profile
     for table in args.measured:
         profile = _with_table(profile, table)
-    cluster = load_cluster(args.cluster, profile=profile)
+    # "local" is where the run was captured; a model that nobody ran has no machine but the tables'
+    cluster = load_cluster(args.cluster, profile=captured if captured.sources else profile)
     for table in args.measured:
         _check_table(table, cluster)
     if args.why is not None:
