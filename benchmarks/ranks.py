@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -95,7 +96,7 @@ def receive(process: BaseProcess, pipe: Connection) -> Any:
 
 def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: Case) -> None:
     set_up_rank(rank, world, port)
-    _, _, step = build_step(name, case)
+    step = build_step(name, case)[2]
     pipe.send([step() for _ in range(WARMUP_STEPS)])
     while (num_steps := _next_request(pipe)) > 0:
         durations = []
@@ -105,6 +106,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, name: str, case: 
             if index:  # the first step after a pause pays for cold caches and for the ranks' different starts
                 durations.append(time.perf_counter() - start)
         pipe.send(durations)
+    del step
+    gc.collect()  # torch itself may deadlock when DDP outlives the process group
     if world > 1:
         dist.destroy_process_group()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -56,7 +58,15 @@ def build(layout: str) -> nn.Module:
 def main(layout: str, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    found = record(layout, dist.get_rank())
+    Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    gc.collect()  # torch itself may deadlock when DDP outlives the process group
+    dist.destroy_process_group()
+
+
+def record(layout: str, rank: int) -> dict[str, Any]:
+    """What the recorder found in two steps."""
     model = build(layout)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=layout in ("ddp", "fsdp2"))
     x = torch.randn(TOKENS, HIDDEN)
@@ -87,9 +97,7 @@ def main(layout: str, directory: str) -> None:
     found["losses"] = losses
     memory = static_memory(model, optimizer, rank=rank)
     found["memory"] = {row.category: row.size_bytes for row in memory}
-    Path(directory, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

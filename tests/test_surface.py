@@ -169,7 +169,9 @@ def surface(count: int = 60) -> tuple[Surface, Rows, np.ndarray, list[Call]]:
 def test_rows_are_met_and_name_themselves() -> None:
     found, _, times_s, calls = surface()
     together = found.estimates(calls)
-    assert together[3] == found.estimate(calls[3])
+    alone = found.estimate(calls[3])  # one product of matrices or many: the last bit may differ
+    assert together[3].time_s == pytest.approx(alone.time_s, rel=1e-12)
+    assert together[3].spread == pytest.approx(alone.spread, rel=1e-9) and together[3].rows == alone.rows
     np.testing.assert_allclose([e.time_s for e in together], times_s, rtol=0.1)
     assert together[3].rows[0] == "row 3"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -38,5 +39,6 @@ def _rank(rank: int, port: int, result: Path, function: Callable[..., Any], args
     dist.barrier()
     if rank == 0:
         result.write_text(json.dumps(value))
+    gc.collect()  # torch itself may deadlock when DDP outlives the process group
     dist.destroy_process_group()
     sys.stdout.flush()
