@@ -141,6 +141,24 @@ class Forecaster:
         other._pricer = LayerPricer()
         return other
 
+    def with_draws(self, draws: int) -> Forecaster:
+        """The same forecaster with another number of draws; 0 is the nominal step alone, and the quickest."""
+        other = copy(self)
+        other._factors = Factors(draws=draws, seed=self._seed, calibration=self._factors.calibration)
+        other._pricer = LayerPricer()
+        return other
+
+    def memory(
+        self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
+    ) -> MemoryForecast:
+        """Peak memory of a layout, without its time; arguments and errors are those of `simulate`."""
+        check_asked(global_batch=global_batch, seq=seq)
+        check_supported(layout, self.cluster)
+        layout, _ = resolve_batch(layout, self._workload, global_batch)
+        check_passes(layout)
+        plan, _ = self._plan(layout, self._workload.seq if seq is None else seq)
+        return self._memory(plan)
+
     def probing(self, shifts: Array) -> Forecaster:
         """The same forecaster, with nominal steps at several sets of calibration shifts, shape (n, 4), for draws."""
         other = copy(self)

@@ -6,5 +6,16 @@ only when it is named, and imports what is heavy inside `execute`.
 
 from __future__ import annotations
 
-COMMANDS = ("run", "show", "forecast", "measure", "compare", "validate", "import", "export", "doctor")
+COMMANDS = (
+    "run",
+    "show",
+    "forecast",
+    "search",
+    "measure",
+    "compare",
+    "validate",
+    "import",
+    "export",
+    "doctor",
+)
 """Names of the commands, in the order of the help text; each is a module of this package."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmprof.commands.request import number_of_tokens, parse_layouts, positive_int
 from llmprof.commands.subject import add_subject, load_subject
+from llmprof.commands.tables import add_tables, calibration_of, with_tables
 from llmprof.commands.why import HELP, print_why, why_layouts
-from llmprof.errors import NoAnswerError, TableError
+from llmprof.errors import NoAnswerError
 
 if TYPE_CHECKING:
-    from llmprof.extrapolate.calibration import Calibration
     from llmprof.schema.cluster import Cluster
     from llmprof.schema.layout import Layout
     from llmprof.schema.profile import Profile
@@ -45,18 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=number_of_tokens, metavar="T", help="tokens of the whole run, such as 300B"
     )
-    parser.add_argument(
-        "--calibrate-with",
-        metavar="FILE",
-        help="table of runs measured on such devices (CSV, as for validate), to correct assumed prices",
-    )
-    parser.add_argument(
-        "--measured",
-        metavar="TABLE",
-        action="append",
-        default=[],
-        help="times of such a device, by llmprof measure -o or llmprof import; give it several times",
-    )
+    add_tables(parser)
     parser.add_argument("--why", metavar="OP", help=f"instead of the forecast: {HELP}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -69,19 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print one forecast, or several side by side; 3 when none of them fits."""
-    from llmprof.schema.catalogue import load_cluster
-
     layouts = parse_layouts(args.layout, gpus=args.gpus)
-    profile = load_subject(args, layouts)
-    captured = profile
-    for table in args.measured:
-        profile = _with_table(profile, table)
-    # "local" is where the run was captured; a model that nobody ran has no machine but the tables'
-    cluster = load_cluster(args.cluster, profile=captured if captured.sources else profile)
-    for table in args.measured:
-        _check_table(table, cluster)
+    profile, cluster = with_tables(load_subject(args, layouts), args)
     if args.why is not None:
-        known, sizes = _calibration(cluster, args), (args.global_batch, args.seq)
+        known, sizes = calibration_of(cluster, args), (args.global_batch, args.seq)
         answers = why_layouts(profile, layouts, cluster, args.why, calibration=known, sizes=sizes)
         print_why(answers, as_json=args.json)
         return 0
@@ -97,45 +77,14 @@ def execute(args: argparse.Namespace) -> int:
     return NoAnswerError.exit_code if all(f["verdict"] == "oom" for f in forecasts) else 0
 
 
-def _with_table(profile: Profile, path: str) -> Profile:
-    from llmprof.schema.measurements import read_measurements, with_measurements
-
-    return with_measurements(profile, read_measurements(path))
-
-
-def _check_table(path: str, cluster: Cluster) -> None:
-    """Check that a table was measured on the cluster's device.
-
-    Raises:
-        TableError: with both devices.
-    """
-    from llmprof.extrapolate.compute import is_device
-    from llmprof.schema.measurements import machine, read_measurements
-
-    source = read_measurements(path).source
-    if not is_device(source, cluster.device):
-        raise TableError(
-            f"{path} was measured on {machine(source)}, and the forecast is for {cluster.device.name}",
-            hint="times of one device never price another: leave it out, or name its own cluster",
-        )
-
-
 def _predict(
     profile: Profile, layouts: list[Layout], cluster: Cluster, args: argparse.Namespace
 ) -> list[Profile]:
     from llmprof.extrapolate.predict import predict
 
-    calibration = _calibration(cluster, args)
+    calibration = calibration_of(cluster, args)
     asked = {"global_batch": args.global_batch, "seq": args.seq, "tokens": args.tokens}
     return [predict(profile, layout, cluster, calibration=calibration, **asked) for layout in layouts]
-
-
-def _calibration(cluster: Cluster, args: argparse.Namespace) -> Calibration | None:
-    if not args.calibrate_with:
-        return None
-    from llmprof.judge.calibrated import calibration_from
-
-    return calibration_from(args.calibrate_with, cluster.device)
 
 
 def _forecast_of(prediction: Profile) -> dict[str, Any]:
