@@ -21,11 +21,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.timing import median_s
 from llmprof.extrapolate.forecast import Forecaster
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.layout import Layout
 from llmprof.schema.model import read_model
-from llmprof.schema.profile import Manifest, Profile
+from llmprof.schema.profile import unmeasured
 from llmprof.schema.reference import reference_workload
 
 MODEL = "llama:layers=64,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256,seq=4096"
@@ -65,15 +66,13 @@ def make_forecaster() -> Forecaster:
     shape = read_model(MODEL).shape
     degrees = [(tp, sp) for tp in (1, 2, 4, 8) for sp in (False, True)]
     workload = reference_workload(shape, degrees=degrees)
-    profile = Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return Forecaster(profile, load_cluster(CLUSTER))
+    return Forecaster(unmeasured(workload), load_cluster(CLUSTER))
 
 
 def typical_layouts() -> list[Layout]:
-    """Data, sharded-data, tensor and pipeline parallel layouts of 64 to 512 GPUs."""
+    """Data, sharded-data, tensor and pipeline parallel layouts of 8 to 512 GPUs."""
     texts = [
-        f"dp={dp},zero={zero},tp={tp},sp={int(tp > 1)},pp={pp},accum={accum}"
-        for dp in (8,)
+        f"dp=8,zero={zero},tp={tp},sp={int(tp > 1)},pp={pp},accum={accum}"
         for tp in (1, 2, 4, 8)
         for pp in (1, 2, 4, 8)
         for zero in ((0, 1, 2, 3) if pp == 1 else (0, 1))
@@ -97,13 +96,7 @@ def plain_loop() -> None:
 
 def seconds(call: Callable[[], object]) -> float:
     """Median CPU time of one call, warm."""
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        started = time.process_time()
-        call()
-        times.append(time.process_time() - started)
-    return median(times)
+    return median_s(call, repeats=ROUNDS, clock=time.process_time)
 
 
 def cold_command_s() -> float:

@@ -25,6 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.timing import median_s
 from llmprof.extrapolate.compute import OperatorPrices
 from llmprof.judge.op_calls import FLASH
 from llmprof.schema.devices import find_device
@@ -59,13 +60,7 @@ def main() -> int:
 
 def timed_s(run: Callable[[], object]) -> float:
     """Median time of one call, warm (seconds)."""
-    run()
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    return median_s(run, repeats=REPEATS, clock=time.perf_counter)
 
 
 def measure_products(count: int) -> list[OperatorRow]:

@@ -30,7 +30,7 @@ from llmprof.extrapolate.search import Wish, search
 from llmprof.extrapolate.space import Space
 from llmprof.schema.catalogue import load_cluster
 from llmprof.schema.model import read_model
-from llmprof.schema.profile import Manifest, Profile
+from llmprof.schema.profile import unmeasured
 from llmprof.schema.reference import reference_workload
 
 CASES = {
@@ -49,8 +49,9 @@ def main() -> int:
     """Print the table, and one object as the last line with --json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
     rows = [measure(name, *case) for name, case in CASES.items()]
-    if parser.parse_args().json:
+    if args.json:
         print(msgspec.json.encode({"rows": rows}).decode())
         return 0
     table = Table(title="whole searches, ten best wanted, one core")
@@ -64,13 +65,9 @@ def main() -> int:
 
 def shown(value: object) -> str:
     """A number with few digits."""
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def measure(name: str, model: str, gpus: int, batch: int) -> dict[str, object]:
@@ -115,8 +112,7 @@ def make_forecaster(model: str) -> Forecaster:
     """Of a model by its sizes, tensor parallel up to a node."""
     degrees = [(tp, sp) for tp in (1, 2, 4, 8) for sp in (False, True) if tp > 1 or not sp]
     workload = apply_implementation(reference_workload(read_model(model).shape, degrees=degrees), "megatron")
-    profile = Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return Forecaster(profile, load_cluster("8xH100-SXM"))
+    return Forecaster(unmeasured(workload), load_cluster("8xH100-SXM"))
 
 
 if __name__ == "__main__":

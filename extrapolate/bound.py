@@ -65,7 +65,7 @@ class Bounds:
         Raises:
             LlmprofError: why no layout of its class can be forecast.
         """
-        passes = self._of(replace(probe_of(layout), pp=1))
+        passes = self._of(probe_of(layout, pp=1))
         return layout.accum * passes.whole_s[0] / layout.pp
 
     def bound_s(self, layout: Layout) -> float:
@@ -74,7 +74,7 @@ class Bounds:
         Raises:
             LlmprofError: why no layout of its class can be forecast.
         """
-        return max(self.coarse_s(layout), self._of(probe_of(layout)).bound_s(layout))
+        return max(self.coarse_s(layout), self._of(probe_of(layout, pp=layout.pp)).bound_s(layout))
 
     def _of(self, probe: Layout) -> _Passes:
         found = self._passes.get(probe)
@@ -96,8 +96,7 @@ class Bounds:
         )
 
 
-def probe_of(layout: Layout) -> Layout:
-    """The layout that stands for its class: one microbatch on as few replicas as its experts allow."""
-    return replace(
-        layout, dp=layout.ep // gcd(layout.ep, layout.cp), zero=0, shard=0, accum=1, schedule="1f1b", vpp=1
-    )
+def probe_of(layout: Layout, *, pp: int) -> Layout:
+    """The layout that stands for its class: one microbatch on as few replicas as its experts allow, over `pp` stages."""
+    fewest = layout.ep // gcd(layout.ep, layout.cp)
+    return replace(layout, dp=fewest, pp=pp, zero=0, shard=0, accum=1, schedule="1f1b", vpp=1)

@@ -136,33 +136,26 @@ class Forecaster:
 
     def recalibrated(self, calibration: Calibration) -> Forecaster:
         """The same forecaster with another calibration; plans and nominal prices are shared."""
-        other = copy(self)
-        other._factors = Factors(draws=self._factors.draws, seed=self._seed, calibration=calibration)
-        other._pricer = LayerPricer()
-        return other
+        return self._with(Factors(draws=self._factors.draws, seed=self._seed, calibration=calibration))
 
     def with_draws(self, draws: int) -> Forecaster:
         """The same forecaster with another number of draws; 0 is the nominal step alone, and the quickest."""
-        other = copy(self)
-        other._factors = Factors(draws=draws, seed=self._seed, calibration=self._factors.calibration)
-        other._pricer = LayerPricer()
-        return other
+        return self._with(Factors(draws=draws, seed=self._seed, calibration=self._factors.calibration))
 
     def memory(
         self, layout: Layout, *, global_batch: int | None = None, seq: int | None = None
     ) -> MemoryForecast:
         """Peak memory of a layout, without its time; arguments and errors are those of `simulate`."""
-        check_asked(global_batch=global_batch, seq=seq)
-        check_supported(layout, self.cluster)
-        layout, _ = resolve_batch(layout, self._workload, global_batch)
-        check_passes(layout)
-        plan, _ = self._plan(layout, self._workload.seq if seq is None else seq)
+        plan, _, _ = self._asked(layout, global_batch, seq)
         return self._memory(plan)
 
     def probing(self, shifts: Array) -> Forecaster:
         """The same forecaster, with nominal steps at several sets of calibration shifts, shape (n, 4), for draws."""
+        return self._with(Probes(shifts))
+
+    def _with(self, factors: Factors) -> Forecaster:
         other = copy(self)
-        other._factors, other._pricer = Probes(shifts), LayerPricer()
+        other._factors, other._pricer = factors, LayerPricer()
         return other
 
     def simulate(
@@ -184,12 +177,8 @@ class Forecaster:
         Raises:
             WorkloadError, LayoutError: see `llmprof.extrapolate.predict.predict`.
         """
-        check_asked(global_batch=global_batch, seq=seq)
-        check_supported(layout, self.cluster)
-        layout, batch_line = resolve_batch(layout, self._workload, global_batch)
-        check_passes(layout)
-        plan, key = self._plan(layout, self._workload.seq if seq is None else seq)
-        machine = self._machine(layout)
+        plan, key, batch_line = self._asked(layout, global_batch, seq)
+        machine = self._machine(plan.layout)
         stages = _run_stages(
             plan, machine, self._pricer, cluster=self.cluster, key=key, every=every_microbatch
         )
@@ -214,6 +203,14 @@ class Forecaster:
                 *list_assumptions(plan, machine, seq_given=seq is not None),
             ),
         )
+
+    def _asked(self, layout: Layout, global_batch: int | None, seq: int | None) -> tuple[Plan, LayerKey, str]:
+        """The plan of a request once it is checked, and one sentence about its global batch."""
+        check_asked(global_batch=global_batch, seq=seq)
+        check_supported(layout, self.cluster)
+        layout, batch_line = resolve_batch(layout, self._workload, global_batch)
+        check_passes(layout)
+        return *self._plan(layout, self._workload.seq if seq is None else seq), batch_line
 
     def _plan(self, layout: Layout, seq: int) -> tuple[Plan, LayerKey]:
         captured, kind = self._workload.precision, self.cluster.device.kind

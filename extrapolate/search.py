@@ -13,6 +13,7 @@ import numpy as np
 from llmprof.errors import LlmprofError
 from llmprof.extrapolate.bound import Bounds
 from llmprof.extrapolate.forecast import Forecaster, Simulation
+from llmprof.extrapolate.simulate import Array
 from llmprof.schema.layout import Layout
 
 Fits = Callable[[Layout], bool]
@@ -55,7 +56,6 @@ class Found:
         pruned: slower than the last wanted by their bound alone.
         too_large: that do not fit in memory.
         refused: how many were refused, by reason.
-        left: not dealt with when the time was up.
         proven: no layout of the space that fits is faster than the last of `layouts`.
         tightest: of those too large, None when there are none.
     """
@@ -66,9 +66,13 @@ class Found:
     pruned: int = 0
     too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    left: int = 0
     proven: bool = False
     tightest: Tightest | None = None
+
+    @property
+    def left(self) -> int:
+        """Layouts that were not dealt with when the search was stopped."""
+        return self.considered - self.simulated - self.pruned - self.too_large - self.refused.total()
 
 
 def search(forecaster: Forecaster, layouts: Iterable[Layout], wish: Wish) -> Found:
@@ -84,15 +88,13 @@ def search(forecaster: Forecaster, layouts: Iterable[Layout], wish: Wish) -> Fou
     return found
 
 
-def searching(
-    forecaster: Forecaster, layouts: Iterable[Layout], wish: Wish, found: Found
-) -> Iterator[tuple[int, int]]:
+def searching(forecaster: Forecaster, layouts: Iterable[Layout], wish: Wish, found: Found) -> Iterator[int]:
     """Fill `found` step by step; it can be stopped at any time and holds the best so far.
 
     Equally fast layouts are ordered by their text.
 
     Yields:
-        (layouts dealt with, layouts of the space).
+        How many layouts are dealt with.
     """
     start = monotonic()
     nominal = forecaster.with_draws(0)
@@ -105,9 +107,8 @@ def searching(
             found.pruned += len(queue) + 1
             break
         if wish.seconds is not None and monotonic() - start > wish.seconds:
-            found.left = len(queue) + 1
             return
-        yield found.considered - len(queue), found.considered
+        yield found.considered - len(queue)
         try:
             if not refined:
                 heappush(queue, (bounds.bound_s(layout), text, True, layout))
@@ -155,15 +156,19 @@ def probability_best(simulations: list[Simulation]) -> list[float]:
     Args:
         simulations: of one forecaster, with draws.
     """
-    each = [s.step_s[1:] / s.plan.layout.global_batch for s in simulations]
-    if not each or not len(each[0]):
-        return [1.0 / len(each)] * len(each) if each else []
-    winners = np.argmin(np.stack(each), axis=0)
-    return [float(np.mean(winners == i)) for i in range(len(each))]
+    if not simulations or len(simulations[0].step_s) == 1:
+        return [1.0 / len(simulations)] * len(simulations) if simulations else []
+    winners = np.argmin(_draws(simulations), axis=0)
+    return [float(np.mean(winners == i)) for i in range(len(simulations))]
 
 
 def least_regret(simulations: list[Simulation]) -> int:
     """The place of the layout whose largest loss against the best of a draw is the smallest, over 80 % of draws."""
-    each = np.stack([s.step_s[1:] / s.plan.layout.global_batch for s in simulations])
+    each = _draws(simulations)
     losses = each / each.min(axis=0)
     return int(np.argmin(np.quantile(losses, 0.9, axis=1)))
+
+
+def _draws(simulations: list[Simulation]) -> Array:
+    """Seconds for a sequence, shape (layouts, draws)."""
+    return np.stack([s.step_s[1:] / s.plan.layout.global_batch for s in simulations])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import TypedDict
 
 from llmprof.errors import LayoutError
 from llmprof.extrapolate.experts import experts_of
 from llmprof.extrapolate.request import check_passes
 from llmprof.schema.cluster import Cluster
-from llmprof.schema.layout import CP_KINDS, Layout
+from llmprof.schema.layout import CP_KINDS, Layout, divisors
 from llmprof.schema.workload import Workload
 
 MOST_CP = 64
@@ -18,6 +19,17 @@ MOST_VPP = 8
 MOST_MB = 16
 """Largest context-parallel degree, virtual stages on a device and sequences of a microbatch that are considered."""
 RECOMPUTE = ("none", "full")
+
+
+class _Axes(TypedDict):
+    """Degrees that make up the devices."""
+
+    dp: int
+    tp: int
+    sp: bool
+    cp: int
+    cp_kind: str
+    pp: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +80,7 @@ class Space:
                     dp = gpus // (tp * cp * pp)
                     if global_batch % dp:
                         continue
-                    axes = {"dp": dp, "tp": tp, "sp": sp, "cp": cp, "cp_kind": kind, "pp": pp}
+                    axes = _Axes(dp=dp, tp=tp, sp=sp, cp=cp, cp_kind=kind, pp=pp)
                     yield from self._filled(axes, global_batch // dp)
 
     def _context(self, rest: int) -> Iterator[tuple[int, str]]:
@@ -78,21 +90,21 @@ class Space:
             elif self.seq % (2 * cp) == 0:
                 yield from ((cp, kind) for kind in CP_KINDS)
 
-    def _filled(self, axes: dict[str, object], sequences: int) -> Iterator[Layout]:
+    def _filled(self, axes: _Axes, sequences: int) -> Iterator[Layout]:
         """Layouts of these axes, with `sequences` in a step of each replica."""
-        dp, cp, pp, tp = (int(str(axes[key])) for key in ("dp", "cp", "pp", "tp"))
-        experts = [ep for ep in divisors(max(1, self.experts)) if (dp * cp) % ep == 0]
+        replicas = axes["dp"] * axes["cp"]
+        experts = [ep for ep in divisors(max(1, self.experts)) if replicas % ep == 0]
         for ep, (zero, shard), mb, recompute in product(
             experts,
-            self._sharding(dp, cp, tp),
+            self._sharding(axes["dp"], axes["cp"], axes["tp"]),
             divisors(sequences, at_most=MOST_MB),
             RECOMPUTE,
         ):
             accum = sequences // mb
-            for schedule, vpp in self._schedules(pp):
+            for schedule, vpp in self._schedules(axes["pp"]):
                 try:
                     layout = Layout(
-                        **axes,  # type: ignore[arg-type]
+                        **axes,
                         ep=ep, zero=zero, shard=shard, mb=mb, accum=accum,
                         schedule=schedule, vpp=vpp, recompute=recompute,
                     )  # fmt: skip
@@ -120,10 +132,3 @@ class Space:
             for vpp in divisors(self.blocks // pp, at_most=MOST_VPP):
                 if vpp > 1:
                     yield "interleaved", vpp
-
-
-def divisors(number: int, *, at_most: int | None = None) -> list[int]:
-    """Divisors of a positive number, ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    found = sorted({*small, *(number // n for n in small)})
-    return [n for n in found if at_most is None or n <= at_most]

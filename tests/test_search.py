@@ -20,11 +20,11 @@ from llmprof.extrapolate.answer import knee_of
 from llmprof.extrapolate.bound import Bounds
 from llmprof.extrapolate.forecast import Forecaster
 from llmprof.extrapolate.search import Found, Wish, probability_best, search, searching
-from llmprof.extrapolate.space import Space, divisors
+from llmprof.extrapolate.space import Space
 from llmprof.schema.catalogue import load_cluster
-from llmprof.schema.layout import Layout
+from llmprof.schema.layout import Layout, divisors
 from llmprof.schema.model import read_model
-from llmprof.schema.profile import Manifest, Profile
+from llmprof.schema.profile import unmeasured
 from llmprof.schema.reference import reference_workload
 
 MODEL = "llama:layers=4,hidden=512,ffn=1024,heads=8,kv_heads=4,vocab=4096,seq=256"
@@ -35,8 +35,7 @@ DEGREES = [(1, False), (2, False), (2, True), (4, True)]
 
 def forecaster_of(model: str, cluster: str = "8xH100-SXM", draws: int = 20) -> Forecaster:
     workload = reference_workload(read_model(model).shape, degrees=DEGREES)
-    profile = Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
-    return Forecaster(profile, load_cluster(cluster), draws=draws)
+    return Forecaster(unmeasured(workload), load_cluster(cluster), draws=draws)
 
 
 def space_of(forecaster: Forecaster) -> Space:
@@ -276,3 +275,17 @@ def test_wrong_wishes_are_one_line(
     code = main(["search", "--model", MODEL, "--cluster", "8xH100-SXM", *args])
     error = capsys.readouterr().err
     assert code == 2 and says in error and "Traceback" not in error
+
+
+def test_the_config_of_a_model_is_searched_like_its_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    more = {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 256}
+    config.write_text(json.dumps({"model_type": "llama", **sizes, **more}))
+    asked = ["--cluster", "8xH100-SXM", "--gpus", "4", "--global-batch", "8", "--where", "tp==4", "--json"]
+    assert main(["search", str(config), *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["search", "--model", MODEL, *asked]) == 0
+    assert found["considered"] == json.loads(capsys.readouterr().out)["considered"] > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmprof.errors import LayoutError, RunError
-from llmprof.schema.layout import Layout
+from llmprof.schema.layout import Layout, divisors
 
 if TYPE_CHECKING:
     from llmprof.schema.profile import Profile
@@ -78,14 +78,10 @@ def _suggestion(layout: Layout, gpus: int) -> str:
         return f"set dp={dp}"
     rest, parts = gpus, []
     for axis in ("tp", "pp", "cp"):
-        degree = _largest_divisor(rest, at_most=getattr(layout, axis))
+        degree = divisors(rest, at_most=getattr(layout, axis))[-1]
         rest //= degree
         parts += [f"{axis}={degree}"] if degree > 1 else []
     return f"{gpus} is not a multiple of {layout.gpus // layout.dp}; for example {','.join([f'dp={rest}', *parts])}"
-
-
-def _largest_divisor(number: int, *, at_most: int) -> int:
-    return next(n for n in range(min(at_most, number), 0, -1) if number % n == 0)
 
 
 def positive_int(text: str) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from llmprof.commands.request import duration_s, number_of_tokens, parse_layouts, positive_int
-from llmprof.commands.subject import add_subject, load_subject
+from llmprof.commands.subject import add_subject, load_subject, load_subject_at_degrees
 from llmprof.commands.tables import add_tables, calibration_of, with_tables
-from llmprof.commands.where import read_condition
-from llmprof.errors import LayoutError, NoAnswerError, RequestError, RunError, WorkloadError
-from llmprof.schema.layout import Layout
+from llmprof.commands.where import Condition, read_condition
+from llmprof.errors import LayoutError, NoAnswerError, RequestError, RunError
+from llmprof.schema.layout import Layout, divisors
 
 if TYPE_CHECKING:
     from llmprof.extrapolate.forecast import Forecaster
@@ -86,21 +88,20 @@ def execute(args: argparse.Namespace) -> int:
 
     start = monotonic()
     listed = _listed(args.layouts) if args.layouts else None
+    holds = read_condition(args.where) if args.where else None
     profile, cluster = with_tables(_subject(args, listed), args)
     forecaster = Forecaster(profile, cluster, calibration=calibration_of(cluster, args))
     assert profile.workload is not None, "a forecaster refuses a profile without one"
     space = Space.of(profile.workload, cluster, seq=args.seq or profile.workload.seq)
     batch = _global_batch(args, profile)
     wish = Wish(top=args.top, margin=args.margin, seconds=args.seconds, seq=args.seq)
-    searches = {}
-    for gpus in args.gpus:
-        layouts = list(_layouts(space, gpus, batch, listed, args.where))
-        searches[gpus] = _search(forecaster, layouts, wish, gpus)
+    layouts_of = partial(_layouts, space=space, batch=batch, listed=listed, holds=holds)
+    searches = {gpus: _search(forecaster, list(layouts_of(gpus)), wish, gpus) for gpus in args.gpus}
     result = answer(forecaster, searches, seq=args.seq, tokens=args.tokens, knee=args.knee)
     result["seconds"] = monotonic() - start
     result["fits_on_gpus"] = None
     if not result["layouts"] and result["too_large"] and listed is None:
-        result["fits_on_gpus"] = _nearest(forecaster, space, args, batch)
+        result["fits_on_gpus"] = _nearest(forecaster, layouts_of, wish, max(args.gpus))
     _check_asked(result, args, batch)
     _print(result, cluster, args)
     return 0 if result["layouts"] else NoAnswerError.exit_code
@@ -125,21 +126,10 @@ def _listed(path: str) -> list[Layout]:
 
 def _subject(args: argparse.Namespace, listed: list[Layout] | None) -> Profile:
     """The subject, at all tensor-parallel degrees that its sizes and the numbers of GPUs allow."""
-    if listed is not None or not args.model:
-        return load_subject(args, listed or [])
-    from llmprof.extrapolate.space import divisors
-
+    if listed is not None:
+        return load_subject(args, listed)
     degrees = {tp for gpus in args.gpus for tp in divisors(gpus, at_most=MOST_TP)}
-    asked = [Layout(tp=tp, sp=sp) for tp in sorted(degrees) for sp in (False, True) if tp > 1 or not sp]
-    return load_subject(args, [layout for layout in asked if layout.tp == 1 or _possible(args, layout)])
-
-
-def _possible(args: argparse.Namespace, layout: Layout) -> bool:
-    try:
-        load_subject(args, [layout])
-    except (WorkloadError, LayoutError):
-        return False
-    return True
+    return load_subject_at_degrees(args, sorted(degrees))
 
 
 def _global_batch(args: argparse.Namespace, profile: Profile) -> int:
@@ -160,17 +150,14 @@ def _global_batch(args: argparse.Namespace, profile: Profile) -> int:
 
 
 def _layouts(
-    space: Space, gpus: int, batch: int, listed: list[Layout] | None, where: str | None
+    gpus: int, *, space: Space, batch: int, listed: list[Layout] | None, holds: Condition | None
 ) -> Iterator[Layout]:
     """Layouts that are asked for, with their final `accum`."""
-    holds = read_condition(where) if where else None
     asked: Iterable[Layout] = space.layouts(gpus, batch) if listed is None else _filled(listed, gpus, batch)
     return (layout for layout in asked if holds is None or holds(layout))
 
 
 def _filled(listed: list[Layout], gpus: int, batch: int) -> Iterator[Layout]:
-    from dataclasses import replace
-
     for layout in listed:
         per_pass = layout.dp * layout.mb
         if layout.gpus == gpus:
@@ -188,25 +175,24 @@ def _search(forecaster: Forecaster, layouts: list[Layout], wish: Wish, gpus: int
     what = f"searching {len(layouts)} layouts of {gpus} GPUs"
     try:
         with progress_bar(console(stderr=True), what, total=len(layouts)) as advance:
-            for dealt, _ in searching(forecaster, layouts, wish, found):
+            for dealt in searching(forecaster, layouts, wish, found):
                 if advance is not None and dealt > done:
                     advance(dealt - done)
                     done = dealt
     except KeyboardInterrupt:
-        found.left = len(layouts) - found.simulated - found.too_large - sum(found.refused.values())
+        pass
     return found
 
 
-def _nearest(forecaster: Forecaster, space: Space, args: argparse.Namespace, batch: int) -> int | None:
+def _nearest(
+    forecaster: Forecaster, layouts_of: Callable[[int], Iterator[Layout]], wish: Wish, gpus: int
+) -> int | None:
     """The first doubled number of GPUs on which a layout fits; None when none does soon."""
-    from llmprof.extrapolate.search import Wish, search
+    from llmprof.extrapolate.search import search
 
-    wish = Wish(top=1, margin=args.margin, seconds=NEAREST_S, seq=args.seq)
-    for doublings in range(1, DOUBLINGS + 1):
-        gpus = max(args.gpus) << doublings
-        if search(forecaster, _layouts(space, gpus, batch, None, args.where), wish).layouts:
-            return int(gpus)
-    return None
+    quick = replace(wish, top=1, seconds=NEAREST_S)
+    doubled = (gpus << doublings for doublings in range(1, DOUBLINGS + 1))
+    return next((n for n in doubled if search(forecaster, layouts_of(n), quick).layouts), None)
 
 
 def _check_asked(result: dict[str, Any], args: argparse.Namespace, batch: int) -> None:

@@ -50,9 +50,7 @@ def load_subject(args: argparse.Namespace, layouts: Iterable[Layout]) -> Profile
         RequestError: not exactly one subject, or an option that does not go with it.
         RunError, WorkloadError: the subject cannot be read.
     """
-    if bool(args.run) == bool(args.model):
-        asked = "both a run and --model were given" if args.run else "neither a run nor --model was given"
-        raise RequestError(f"{asked}: a forecast starts from one subject", hint="give one of them")
+    _check_one(args)
     found = _shape(args)
     if found is not None:
         shape, notes = found
@@ -65,14 +63,38 @@ def load_subject(args: argparse.Namespace, layouts: Iterable[Layout]) -> Profile
     return _captured(args.run)
 
 
+def load_subject_at_degrees(args: argparse.Namespace, degrees: Iterable[int]) -> Profile:
+    """The subject; one that was not captured is derived at those tensor-parallel degrees that divide it.
+
+    Raises:
+        RequestError, RunError, WorkloadError: as `load_subject`.
+    """
+    from llmprof.schema.layout import Layout
+    from llmprof.schema.reference import tensor_parallel_problem
+
+    _check_one(args)
+    found = _shape(args)
+    if found is None:
+        return load_subject(args, [])
+    possible = [tp for tp in degrees if not tensor_parallel_problem(found[0], tp)]
+    return load_subject(
+        args, [Layout(tp=tp, sp=sp) for tp in possible for sp in (False, True) if tp > 1 or not sp]
+    )
+
+
+def _check_one(args: argparse.Namespace) -> None:
+    if bool(args.run) == bool(args.model):
+        asked = "both a run and --model were given" if args.run else "neither a run nor --model was given"
+        raise RequestError(f"{asked}: a forecast starts from one subject", hint="give one of them")
+
+
 def _captured(path: str) -> Profile:
     """A run directory, or a Workload file without measurements."""
-    from llmprof.schema.profile import Manifest, Profile
+    from llmprof.schema.profile import unmeasured
     from llmprof.schema.store import load_workload
 
     if _is_json(path):
-        workload = load_workload(path)
-        return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
+        return unmeasured(load_workload(path))
     from llmprof.schema.measurements import with_own_measurements
 
     return with_own_measurements(load_run(path), Path(path))
@@ -120,10 +142,10 @@ def _reference(
     import msgspec
 
     from llmprof.extrapolate.implementation import apply_implementation
-    from llmprof.schema.profile import Manifest, Profile
+    from llmprof.schema.profile import unmeasured
     from llmprof.schema.reference import reference_workload
 
     degrees = dict.fromkeys((layout.tp, layout.sp) for layout in layouts)
     workload = apply_implementation(reference_workload(shape, degrees=degrees), implementation)
     workload = msgspec.structs.replace(workload, source="reference", warnings=(*workload.warnings, *notes))
-    return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
+    return unmeasured(workload)

@@ -19,7 +19,7 @@ from llmprof.extrapolate.predict import breakdown
 from llmprof.extrapolate.uncertainty import Interval, widen
 from llmprof.judge.runs import Alternative, Case, MeasuredMemory
 from llmprof.schema.priors import load_priors
-from llmprof.schema.profile import Manifest, Profile
+from llmprof.schema.profile import Profile, unmeasured
 from llmprof.schema.reference import reference_workload
 
 Array = NDArray[np.float64]
@@ -208,8 +208,7 @@ class Bench:
             workload = apply_implementation(workload, case.implementation, attention=case.attention)
             optimizer = msgspec.structs.replace(workload.optimizer, gradient_dtype=case.gradients)
             workload = msgspec.structs.replace(workload, optimizer=optimizer)
-            manifest = Manifest(name=workload.name, precision=workload.precision)
-            self._profiles[key] = Profile(manifest=manifest, workload=workload)
+            self._profiles[key] = unmeasured(workload)
         return self._profiles[key]
 
 

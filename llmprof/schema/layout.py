@@ -240,3 +240,10 @@ def _parse_value(key: str, raw: str, text: str) -> dict[str, object]:
             f"{key}={raw!r} in layout {text!r} is not a whole number", hint=f"for example {key}=2"
         )
     return {key: int(raw), **({"cp_kind": kind} if kind else {})}
+
+
+def divisors(number: int, *, at_most: int | None = None) -> list[int]:
+    """Divisors of a positive number, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    found = sorted({*small, *(number // n for n in small)})
+    return [n for n in found if at_most is None or n <= at_most]

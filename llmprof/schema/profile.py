@@ -272,3 +272,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "sources": SourceRow,
 }
 """Row type of each table of a Profile, in the order in which they are stored."""
+
+
+def unmeasured(workload: Workload) -> Profile:
+    """A workload as the subject of forecasts, without measurements."""
+    return Profile(manifest=Manifest(name=workload.name, precision=workload.precision), workload=workload)
